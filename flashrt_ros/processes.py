@@ -11,15 +11,12 @@ from collections.abc import Sequence
 import ctypes
 from dataclasses import dataclass
 from dataclasses import field
-import fcntl
-import importlib.util
 import json
 import os
 from pathlib import Path
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,26 +24,24 @@ import threading
 import time
 from types import TracebackType
 from typing import Any
-from typing import IO
 from typing import TYPE_CHECKING
 from typing import TypeVar
 
 from flashrt_core.errors import ConfigError
 from flashrt_core.errors import FlashrtError
+from flashrt_ros.ros_environment import DomainLease
+from flashrt_ros.ros_environment import wheel_environment
 
 if TYPE_CHECKING:
     from rclpy.context import Context
 
 T = TypeVar('T')
 
-SOURCE_ROOT = Path(__file__).resolve().parent.parent
 MODULES = {
     'executor': 'flashrt_ros.executor_node',
     'tabletop': 'flashrt_ros.tabletop_node',
     'planner': 'flashrt_ros.planner_node',
 }
-# Above 101 the ports of a domain lie in Linux's ephemeral range, where anybody may hold one.
-DOMAINS = range(1, 101)
 TAIL_LINES = 25
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -71,67 +66,6 @@ class WaitTimeout(ProcessError):
     code = 'wait_timeout'
 
 
-class NoFreeDomain(ProcessError):
-    """Every ROS domain in the range is in use on this machine."""
-
-    code = 'no_free_domain'
-
-
-class RosMissing(ProcessError):
-    """rclpy cannot be imported here."""
-
-    code = 'ros_missing'
-
-
-def wheel_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Copy ``environ`` so that rclpy finds its libraries and this package is importable.
-
-    Covers the three ways to install ROS: an apt prefix (nothing to add), wheels in a venv (their
-    own .pth does it) and wheels in a plain ``--target`` folder, where no .pth is read.
-    """
-    env = dict(os.environ if environ is None else environ)
-    paths = [p for p in env.get('PYTHONPATH', '').split(os.pathsep) if p]
-    if str(SOURCE_ROOT) not in paths:
-        env['PYTHONPATH'] = os.pathsep.join([str(SOURCE_ROOT), *paths])
-    spec = importlib.util.find_spec('rclpy')
-    if spec is None or spec.origin is None:
-        return env
-    site = Path(spec.origin).resolve().parent.parent
-    libs = sorted(str(p) for p in site.glob('ros_*.libs'))
-    if not libs:
-        return env
-    prefix = site if (site / 'share').is_dir() else Path(sys.prefix)
-    wanted = [*libs, str(prefix / 'lib')]
-    held = [p for p in env.get('LD_LIBRARY_PATH', '').split(os.pathsep) if p]
-    env['LD_LIBRARY_PATH'] = os.pathsep.join([*held, *(p for p in wanted if p not in held)])
-    env.setdefault('AMENT_PREFIX_PATH', str(prefix))
-    # The wheels' .pth would otherwise start every child a second time to set the same paths.
-    env['_ROS_WHEELS_BOOTSTRAP_COMPLETE'] = '1'
-    return env
-
-
-def require_ros() -> None:
-    """Import rclpy, starting this process anew with the wheels' library path when it needs one.
-
-    :raises RosMissing: when ROS 2 is not installed for this interpreter.
-    """
-    try:
-        import rclpy  # noqa: F401
-
-        return
-    except ImportError as err:
-        cause = str(err)
-    env = wheel_environment()
-    guard = 'FLASHRT_ROS_REEXEC'
-    if env.get('LD_LIBRARY_PATH') != os.environ.get('LD_LIBRARY_PATH') and guard not in os.environ:
-        sys.stdout.flush()
-        os.execve(sys.executable, sys.orig_argv, {**env, guard: '1'})
-    raise RosMissing(
-        f'rclpy cannot be imported by {sys.executable} ({cause}); on a laptop run `make demo` '
-        'once, on a robot `source /opt/ros/jazzy/setup.bash` before the venv is activated'
-    )
-
-
 def yaml_value(value: object) -> str:
     """Write a parameter value so that rcl reads back the same type (a JSON value is YAML).
 
@@ -146,62 +80,6 @@ def yaml_value(value: object) -> str:
     if isinstance(value, Sequence):
         return '[' + ', '.join(yaml_value(v) for v in value) + ']'
     raise ConfigError(f'parameter value {value!r} ({type(value).__name__}) is not a ROS type')
-
-
-class DomainLease:
-    """A ROS domain id that no other lease of this user and no live participant here uses."""
-
-    def __init__(self, domain_id: int | None = None) -> None:
-        """Take ``domain_id``, or the first free one.
-
-        :raises ConfigError: for an id outside 0..232.
-        :raises NoFreeDomain: when the whole range is taken.
-        """
-        self._lock: IO[str] | None = None
-        if domain_id is not None:
-            if not 0 <= domain_id <= 232:
-                raise ConfigError(f'ROS domain id {domain_id} is outside 0..232; choose another')
-            self.id = domain_id
-            return
-        folder = Path(tempfile.gettempdir()) / f'flashrt_ros_domains_{os.getuid()}'
-        folder.mkdir(mode=0o700, exist_ok=True)
-        offset = os.getpid() * 7
-        for i in range(len(DOMAINS)):
-            candidate = DOMAINS[(offset + i) % len(DOMAINS)]
-            lock = open(folder / f'{candidate}.lock', 'w')
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                lock.close()
-                continue
-            if domain_in_use(candidate):
-                lock.close()
-                continue
-            self._lock, self.id = lock, candidate
-            return
-        raise NoFreeDomain(
-            f'all ROS domains {DOMAINS.start}..{DOMAINS.stop - 1} are in use on this machine; '
-            'end the ROS processes you no longer need or give a domain id'
-        )
-
-    def close(self) -> None:
-        """Let others have the domain."""
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
-
-
-def domain_in_use(domain_id: int) -> bool:
-    """Say whether a DDS participant of this machine already listens on ``domain_id``.
-
-    Asks for the metatraffic port of participant 0 (RTPS 2.3, section 9.6.1.1).
-    """
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.bind(('', 7400 + 250 * domain_id + 10))
-        except OSError:
-            return True
-    return False
 
 
 @dataclass

@@ -10,14 +10,14 @@ import time
 import pytest
 
 from flashrt_core.errors import ConfigError
-from flashrt_ros.processes import DomainLease
 from flashrt_ros.processes import ProcessDied
 from flashrt_ros.processes import ProcessError
 from flashrt_ros.processes import ProcessGroup
-from flashrt_ros.processes import SOURCE_ROOT
 from flashrt_ros.processes import WaitTimeout
-from flashrt_ros.processes import wheel_environment
 from flashrt_ros.processes import yaml_value
+from flashrt_ros.ros_environment import DomainLease
+from flashrt_ros.ros_environment import SOURCE_ROOT
+from flashrt_ros.ros_environment import wheel_environment
 
 SLEEPER = 'import time, sys; print("up", flush=True); time.sleep(60)'
 
