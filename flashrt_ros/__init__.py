@@ -1,0 +1,6 @@
+"""ROS 2 side of flashrt: nodes, conversions and parameters; imports nothing, so messages load fast."""
+
+from pkgutil import extend_path
+
+# From the source root, flashrt_ros.msg, .srv and .action still come from the installed package.
+__path__ = extend_path(__path__, __name__)
