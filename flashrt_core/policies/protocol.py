@@ -1,0 +1,141 @@
+"""What a policy family promises: ports, the input and output of a tick, the session.
+
+The ROS side configures itself from ``Session.ports``; it knows no family by name.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from flashrt_core.capsule import Boundary
+    from flashrt_core.runtime import Backend, BufferSet, Lane
+
+Progress = Callable[[str, float], None]
+
+
+class Modality(str, Enum):
+    """What a port carries."""
+
+    IMAGE = 'image'
+    STATE = 'state'
+    TEXT = 'text'
+    SUBGOAL = 'subgoal'
+    ACTION = 'action'
+    NOISE = 'noise'
+
+
+@dataclass(frozen=True)
+class PortSpec:
+    """One input or output of a policy; ``shape`` is without the row axis.
+
+    ``name`` of an image port is the view's name (``top``), the key of ``TickInput.images``.
+    """
+
+    name: str
+    modality: Modality
+    dtype: str
+    shape: tuple[int, ...]
+    unit: str
+
+
+@dataclass(frozen=True)
+class SubgoalWrite:
+    """One write into the subgoal slot: token ids and the planner's sequence number."""
+
+    sequence: int
+    tokens: Sequence[int]
+
+
+@dataclass(frozen=True)
+class TickInput:
+    """All that a tick depends on besides the session's state.
+
+    ``images``: view -> uint8 [H, W, 3] RGB at the port's size; a view that is absent or None is masked.
+    ``state``: float32 [state_dim], joints in physical units.
+    ``steps_executed``: control steps of the previous chunk played since it came into play, up to this
+    observation; negative where it came into play sooner than its tick's ``delay_steps`` said.
+    ``delay_steps``: control steps that will pass before this tick's chunk comes into play.
+    ``subgoal``, ``prompt``, ``seed``: written into the state by this tick; None leaves what is latched.
+    ``noise``: float32 [rows, horizon, action_width], replaces the generated noise (parity tests).
+    The arrays are read when the tick starts: do not change them before its future is done.
+    """
+
+    images: Mapping[str, NDArray[np.uint8] | None]
+    state: NDArray[np.float32]
+    steps_executed: int = 0
+    delay_steps: int = 0
+    subgoal: SubgoalWrite | None = None
+    prompt: Sequence[int] | None = None
+    seed: int | None = None
+    noise: NDArray[np.float32] | None = None
+    rows: int = 1
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The actions of one tick; every array is a copy, never a view of a live buffer.
+
+    ``actions``: float32 [rows, horizon, action_dim], absolute targets in physical units.
+    ``tick``: number of ticks committed before this one. ``subgoal_sequence``: of the subgoal latched.
+    ``segments_us``: measured microseconds of each segment. ``graph_keys``: segment -> ShapeKey replayed.
+    """
+
+    actions: NDArray[np.float32]
+    tick: int
+    subgoal_sequence: int
+    segments_us: Mapping[str, float] = field(default_factory=dict)
+    graph_keys: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> int:
+        return int(self.actions.shape[0])
+
+
+class Session(Protocol):
+    """A bound policy: buffers, captured graphs, one lane."""
+
+    config: Any
+    ports: tuple[PortSpec, ...]
+    lane: Lane
+    buffers: BufferSet
+    boundary: Boundary
+    plan_keys: Mapping[int, Mapping[str, tuple[Any, ...]]]
+
+    def submit(self, tick_input: TickInput, rows: int | None = None) -> Future[Chunk]:
+        """Check the input and queue one tick; any thread."""
+        ...
+
+    def tick(self, tick_input: TickInput, timeout_s: float = 10.0) -> Chunk:
+        """Submit and wait; any thread but the lane's."""
+        ...
+
+    def set_branches(
+        self, rows: Sequence[int], seeds: Sequence[int], branches: Sequence[int] | None = None
+    ) -> Future[None]:
+        """Copy row 0's state to ``rows`` and give each its own seed."""
+        ...
+
+    def commit_branch(self, row: int) -> Future[None]:
+        """Copy the state of ``row`` to row 0."""
+        ...
+
+    def close(self) -> None:
+        """End the lane; the buffers are freed with the session."""
+        ...
+
+
+class Policy(Protocol):
+    """A family: turns a config into a session."""
+
+    name: str
+
+    def bind(self, backend: Backend, config: Any, progress: Progress | None = None) -> Session:
+        """Load weights, allocate, warm up and capture; ``progress(stage, fraction)`` is told."""
+        ...
