@@ -39,7 +39,7 @@ class TickStart:
 
     epoch: int
     at_step: int
-    steps_executed: int  # since the previous tick's observation
+    steps_executed: int  # since the observation of the newest committed tick
 
 
 @dataclass(frozen=True)
@@ -100,14 +100,24 @@ class ChunkPlayer:
     # -- tick side ----------------------------------------------------------------------------------------
 
     def begin_tick(self) -> TickStart:
-        """Note that a tick observes now; call it when the observation is taken, before the tick runs."""
+        """Say where a tick observes; call it when the observation is taken, before the tick runs.
+
+        A tick that is dropped needs no word: the next one counts from the newest committed tick again.
+        """
         with self._lock:
-            start = TickStart(self._epoch, self._executed, self._executed - self._executed_at_tick)
-            self._executed_at_tick = self._executed
-            return start
+            return TickStart(self._epoch, self._executed, self._executed - self._executed_at_tick)
+
+    def commit(self, start: TickStart) -> None:
+        """Note that the tick has committed its state although its chunk is not played (a guard refused it)."""
+        with self._lock:
+            self._commit(start)
+
+    def _commit(self, start: TickStart) -> None:
+        if start.epoch == self._epoch:
+            self._executed_at_tick = max(self._executed_at_tick, start.at_step)
 
     def swap(self, actions: NDArray[np.float64], start: TickStart) -> Splice:
-        """Put a finished chunk in place of the one being played.
+        """Put a committed tick's chunk in place of the one being played.
 
         :param actions: float64 [horizon, joints], robot units; copied, so the caller may reuse the array.
         :param start: of the tick that made the chunk.
@@ -121,12 +131,14 @@ class ChunkPlayer:
                 f'chunk has shape {fresh.shape}; give [horizon, {self._joints}], one column per joint'
             )
         if not np.isfinite(fresh).all():
+            self.commit(start)
             raise ActionNonFinite(
                 f'chunk of the tick at step {start.at_step} has NaN or infinity; it is not played'
             )
         fresh.flags.writeable = False
         horizon = len(fresh)
         with self._lock:
+            self._commit(start)
             delay = self._executed - start.at_step
             if start.epoch < self._epoch:
                 reason = 'older_epoch'
@@ -195,7 +207,7 @@ class ChunkPlayer:
 
     @property
     def steps_executed_since_tick(self) -> int:
-        """Actions handed out since the observation of the newest tick."""
+        """Actions handed out since the observation of the newest committed tick."""
         with self._lock:
             return self._executed - self._executed_at_tick
 
