@@ -57,7 +57,7 @@ class Section:
 
 
 class FaultLog:
-    """Standing faults by key, e.g. a QoS mismatch of one topic; set and cleared from any thread."""
+    """Standing faults by key, e.g. a QoS mismatch of one topic; any thread sets and clears."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -85,9 +85,9 @@ class FaultLog:
 
 
 class Diagnostics:
-    """Publishes the sections of one node at 1 Hz of steady time, also while simulated time stands.
+    """Publishes the sections of one node at 1 Hz of steady time, also while ROS time stands.
 
-    ``fill`` functions run on the executor thread and must not wait. Call ``close`` before the node goes.
+    ``fill`` functions run on the executor thread and must not wait. Call ``close`` at teardown.
     """
 
     def __init__(self, node: Node, hardware_id: str, period_s: float = 1.0) -> None:
@@ -112,7 +112,7 @@ class Diagnostics:
             sections[name] = section = Section()
             try:
                 fill(section)
-            except Exception as error:  # noqa: BLE001 - a report must not end the node
+            except Exception as error:
                 section.worsen(ERROR, f'diagnostics of {name} failed: {error!r}')
         return sections
 

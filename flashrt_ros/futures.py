@@ -5,10 +5,11 @@ resolves one. Every helper here pairs the result with ``executor.wake()`` so tha
 callback goes on at once, also in a node without timers.
 """
 
+from collections.abc import Callable
 import concurrent.futures
 import threading
 import time
-from typing import Any, Callable
+from typing import Any
 
 from rclpy.node import Node
 from rclpy.task import Future
@@ -30,7 +31,7 @@ def run_in_thread(node: Node, function: Callable[[], Any], name: str) -> Future:
     def body() -> None:
         try:
             future.set_result(function())
-        except BaseException as error:  # noqa: BLE001 - the awaiting callback answers it
+        except BaseException as error:
             future.set_exception(error)
         wake(node)
 

@@ -1,25 +1,26 @@
 """A lifecycle node that survives what Jazzy's rclpy does not.
 
-Three faults of rclpy 7.1 are covered: an invalid transition request raises out of the service and
-ends the node (here it answers false), an exception in a transition callback is swallowed (here it is
-logged with its traceback and the teardown runs), and a transition blocks the executor for as long as
-it takes (here it runs on a thread, so a node that loads a model for a minute still answers).
+Three faults of rclpy 7.1 are covered: an invalid transition request raises out of the service
+and ends the node (here it answers false), an exception in a transition callback is swallowed
+(here it is logged with its traceback and the teardown runs), and a transition blocks the executor
+for as long as it takes (here it runs on a thread: a node that loads a model still answers).
 """
 
 import threading
 import traceback
 from typing import Any
 
-import lifecycle_msgs.srv
 from lifecycle_msgs.msg import Transition
+import lifecycle_msgs.srv
 from rclpy.callback_groups import ReentrantCallbackGroup
 from rclpy.impl.implementation_singleton import rclpy_implementation
-from rclpy.lifecycle import LifecycleNode, LifecycleState, TransitionCallbackReturn
+from rclpy.lifecycle import LifecycleNode
+from rclpy.lifecycle import LifecycleState
+from rclpy.lifecycle import TransitionCallbackReturn
 from rclpy.lifecycle.node import LifecycleNodeMixin
 from rclpy.node import Node
 
 from flashrt_core.errors import FlashrtError
-
 from flashrt_ros.futures import run_in_thread
 
 RCLError = rclpy_implementation.RCLError
@@ -33,9 +34,9 @@ FINALIZED = 'finalized'
 class SafeLifecycleNode(LifecycleNode):
     """Lifecycle node whose work lies in ``configure``, ``activate``, ``deactivate``, ``teardown``.
 
-    Subclasses override those four; each raises to refuse. ``teardown`` must be callable at any time
-    and twice: it is the cleanup and it runs at shutdown and after any error. All four run on a
-    transition thread, one transition at a time.
+    Subclasses override those four; each raises to refuse. ``teardown`` must be callable at any
+    time and twice: it is the cleanup and it runs at shutdown and after any error. All four run on
+    a transition thread, one transition at a time.
     """
 
     def __init__(self, name: str, **kwargs: Any) -> None:
@@ -72,8 +73,8 @@ class SafeLifecycleNode(LifecycleNode):
         """
         if not self._transition_lock.acquire(blocking=False):
             self.get_logger().warning(
-                f'transition {transition_id} refused: another one is running ({self.state_label}); '
-                'ask again when it has ended')
+                f'transition {transition_id} refused: another one is running '
+                f'({self.state_label}); ask again when it has ended')
             return False
         try:
             return self._transition_locked(transition_id)
@@ -92,7 +93,7 @@ class SafeLifecycleNode(LifecycleNode):
         return thread
 
     def finish(self, timeout_s: float) -> bool:
-        """Deactivate if active, then shut down; waits up to ``timeout_s`` for a transition under way."""
+        """Deactivate if active, then shut down; ``timeout_s`` is for a transition under way."""
         if not self._transition_lock.acquire(timeout=timeout_s):
             return False
         try:
@@ -134,7 +135,7 @@ class SafeLifecycleNode(LifecycleNode):
     def _guarded(self, what: str, function: Any) -> TransitionCallbackReturn:
         try:
             function()
-        except Exception as error:  # noqa: BLE001 - rclpy would swallow it without a word
+        except Exception as error:
             code = error.code if isinstance(error, FlashrtError) else type(error).__name__
             self.last_transition_error = f'{what} failed [{code}]: {error}'
             self.get_logger().error(f'{self.last_transition_error}\n{traceback.format_exc()}')
@@ -159,7 +160,7 @@ class SafeLifecycleNode(LifecycleNode):
         request: lifecycle_msgs.srv.ChangeState.Request,
         response: lifecycle_msgs.srv.ChangeState.Response,
     ) -> lifecycle_msgs.srv.ChangeState.Response:
-        # Overrides rclpy's private service callback by its mangled name: the only seam Jazzy offers.
+        # Overrides rclpy's private callback by its mangled name: the only seam Jazzy offers.
         transition_id = request.transition.id
         if request.transition.label:
             try:

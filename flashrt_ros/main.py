@@ -19,7 +19,6 @@ from rclpy.node import Node
 from rclpy.signals import SignalHandlerOptions
 
 from flashrt_core.errors import FlashrtError
-
 from flashrt_ros.qos import use_large_message_profile
 
 EXIT_OK = 0
@@ -64,8 +63,8 @@ class StoppableNode(Protocol):
 def listen_for_signals(stop: StopRequest) -> None:
     """Turn SIGINT and SIGTERM into a stop request, the second one into an immediate exit.
 
-    Call on the main thread before any other thread starts: they inherit the blocked signals, so that
-    a main thread waiting inside DDS is never the one that must run a Python handler.
+    Call on the main thread before any other thread starts: they inherit the blocked signals, so
+    that a main thread waiting inside DDS is never the one that must run a Python handler.
     """
     for number in _SIGNALS:
         signal.signal(number, lambda *_: None)

@@ -1,7 +1,7 @@
 """Parameters as a schema: one table declares, checks, documents and reports them.
 
-rclpy checks type, range and read-only by itself but answers in its own words and counts nothing; the
-table checks first, so that every refusal names the parameter, the value and the remedy.
+rclpy checks type, range and read-only by itself but answers in its own words and counts nothing;
+the table checks first, so that every refusal names the parameter, the value and the remedy.
 """
 
 from collections.abc import Callable
@@ -47,7 +47,7 @@ class ParameterSpec:
 
     @property
     def type(self) -> Parameter.Type:
-        """rclpy's type of the parameter."""
+        """Type of the parameter in rclpy."""
         return _TYPES[type(self.default)]
 
     def descriptor(self) -> ParameterDescriptor:
@@ -134,11 +134,11 @@ class ParameterTable:
         self._guard(node)
 
     def add_check(self, check: Callable[[Mapping[str, Any]], None]) -> None:
-        """Add a check of the values as they would be after a change; it raises ParameterInvalid."""
+        """Add a check of the values as a change would leave them; it raises ParameterInvalid."""
         self._checks.append(check)
 
     def on_change(self, changed: Callable[[str, Any, Any], None]) -> None:
-        """Call ``changed(name, old, new)`` after each accepted change, on the thread that set it."""
+        """Call ``changed(name, old, new)`` after each accepted change, on the setting thread."""
         self._changed.append(changed)
 
     def on_refusal(self, refused: Callable[[ParameterInvalid], None]) -> None:

@@ -1,4 +1,4 @@
-"""Quality of service: one profile per kind of stream, overridable by parameter, mismatches reported.
+"""Quality of service: one profile per kind of stream, overridable, mismatches reported.
 
 After REP-2003: sensors best effort, commands reliable and never queued, status latched.
 """

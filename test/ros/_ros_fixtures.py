@@ -1,4 +1,4 @@
-"""Helpers of the in-process ROS tests: an own domain, a spinning executor, waiting with a deadline."""
+"""Helpers of the in-process ROS tests: an own domain, spinning nodes, deadlines."""
 
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -55,7 +55,7 @@ class Graph:
                 executor.spin()
             except rclpy.executors.ExternalShutdownException:
                 pass
-            except BaseException as error:  # noqa: BLE001 - shown by the test
+            except BaseException as error:
                 self.failures.append(error)
                 raise
 

@@ -3,6 +3,9 @@
 from collections.abc import Iterator
 import threading
 
+from _ros_fixtures import Graph
+from _ros_fixtures import ros_graph
+from _ros_fixtures import wait_until
 from lifecycle_msgs.msg import Transition
 from lifecycle_msgs.srv import ChangeState
 from lifecycle_msgs.srv import GetState
@@ -13,10 +16,6 @@ from flashrt_core.errors import ConfigError
 from flashrt_ros.futures import PendingFutures
 from flashrt_ros.futures import run_in_thread
 from flashrt_ros.lifecycle import SafeLifecycleNode
-
-from _ros_fixtures import Graph
-from _ros_fixtures import ros_graph
-from _ros_fixtures import wait_until
 
 pytestmark = pytest.mark.ros
 
