@@ -83,6 +83,12 @@ class LaneTimeout(LaneError):
     code = 'lane_timeout'
 
 
+class DeviceLost(LaneError):
+    """A sticky device error: nothing runs in this process any more; exit and be respawned."""
+
+    code = 'device_lost'
+
+
 class TickDropped(LaneError):
     """A reset, restore, hold or interrupt ended the tick at a segment's end."""
 

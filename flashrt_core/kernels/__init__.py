@@ -1,0 +1,1 @@
+"""Triton kernels; each file holds a kernel, its torch reference and the check that selects it."""

@@ -1,0 +1,72 @@
+"""Fixtures of the whole suite: backends, the stress factor, waiting for a condition."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Iterator
+from pathlib import Path
+import sys
+import time
+
+import pytest
+import torch
+
+from flashrt_core.runtime import Backend
+from flashrt_core.runtime import cpu_backend
+from flashrt_core.runtime import cuda_backend
+from flashrt_core.runtime import Lane
+
+sys.path.insert(0, str(Path(__file__).parent / 'core'))  # helpers: _poison
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--stress N``: the factor on full stress counts."""
+    parser.addoption('--stress', type=float, default=0.1,
+                     help='factor on the full stress counts (default 0.1, 1 = full)')
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the markers."""
+    for line in ('gpu: needs a CUDA device', 'ros: needs ROS 2', 'slow: minutes',
+                 'soak: hours, never part of a plain run'):
+        config.addinivalue_line('markers', line)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a CUDA device where there is none."""
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason='no CUDA device')
+    for item in items:
+        if item.get_closest_marker('gpu'):
+            item.add_marker(skip)
+
+
+@pytest.fixture(params=['cpu', pytest.param('cuda', marks=pytest.mark.gpu)])
+def backend(request: pytest.FixtureRequest) -> Backend:
+    """Give each backend in turn; cuda is skipped without a device."""
+    return cpu_backend() if request.param == 'cpu' else cuda_backend()
+
+
+@pytest.fixture
+def lane(backend: Backend) -> Iterator[Lane]:
+    """Give a running lane, closed after the test."""
+    with Lane(backend, 'test') as running:
+        yield running
+
+
+@pytest.fixture
+def stress(request: pytest.FixtureRequest) -> Callable[[int], int]:
+    """Give a function from the full count of a stress test to the count of this run."""
+    factor = float(request.config.getoption('--stress'))
+    return lambda full: max(1, round(full * factor))
+
+
+@pytest.fixture
+def wait_until() -> Callable[..., None]:
+    """Give a function that waits for a condition, failing after a deadline (20 s)."""
+    def wait(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, 'the condition did not come true in time'
+            time.sleep(0.001)
+    return wait
