@@ -261,3 +261,9 @@ class ParameterInvalid(ServiceError):
     """A parameter's type or value is refused."""
 
     code = 'parameter_invalid'
+
+
+class SubgoalRefused(ServiceError):
+    """A subgoal is a duplicate, out of order, of another episode, too long or not in the vocabulary."""
+
+    code = 'subgoal_refused'

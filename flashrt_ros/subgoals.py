@@ -1,0 +1,163 @@
+"""The executor's input slot for subgoals: sequence high-water mark, episode check, what the next tick latches.
+
+The marks live on the host, only grow, and are never restored; the latched subgoal itself is in the capsule.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+import threading
+
+from flashrt_core.errors import ConfigError
+from flashrt_core.errors import SubgoalRefused
+from flashrt_ros.clocks import NANOSECONDS
+from flashrt_ros.statistics import Counters
+
+COUNTERS = (
+    'subgoals_accepted',
+    'subgoals_duplicate',
+    'subgoals_out_of_order',
+    'subgoals_wrong_episode',
+    'subgoals_invalid',
+    'subgoals_dropped_by_reset',
+)
+
+
+@dataclass(frozen=True)
+class Subgoal:
+    """An accepted subgoal."""
+
+    sequence: int
+    episode: int
+    text: str
+    tokens: tuple[int, ...]
+    interrupt: bool
+    accepted_ns: int  # steady time
+    deadline_s: float  # 0: never
+
+
+class SubgoalSlot:
+    """One slot: the newest accepted subgoal, until a committed tick has latched it.
+
+    Writers are service and subscription callbacks, the reader is the tick side; each call swaps or reads one
+    immutable object under a lock, so a tick never sees half a subgoal.
+    """
+
+    def __init__(self, *, max_tokens: int, vocabulary: int, counters: Counters) -> None:
+        """Start empty, with both marks at zero.
+
+        :param max_tokens: size of the policy's subgoal port.
+        :param vocabulary: token ids lie in [0, vocabulary).
+        :raises ConfigError: when a number is below 1.
+        """
+        if max_tokens < 1 or vocabulary < 1:
+            raise ConfigError(
+                f'subgoal slot of {max_tokens} tokens over {vocabulary} ids; both must be at least 1'
+            )
+        counters.declare(COUNTERS)
+        self._max_tokens = max_tokens
+        self._vocabulary = vocabulary
+        self._counters = counters
+        self._lock = threading.Lock()
+        self._newest: Subgoal | None = None
+        self._requested = 0
+        self._latched = 0
+
+    @property
+    def requested(self) -> int:
+        """Highest sequence accepted."""
+        return self._requested
+
+    @property
+    def latched(self) -> int:
+        """Highest sequence that a committed tick has latched."""
+        return self._latched
+
+    def admit(
+        self,
+        *,
+        sequence: int,
+        episode: int,
+        text: str,
+        tokens: Sequence[int],
+        interrupt: bool = False,
+        deadline_s: float = 0.0,
+        current_episode: int,
+        now_ns: int,
+    ) -> Subgoal:
+        """Put a subgoal into the slot. Any thread; an unread older one is replaced.
+
+        :param sequence: above every one accepted before; 0 takes the next number.
+        :param episode: must be the current one; 0 means the current one.
+        :param tokens: token ids, tokenised by the caller when the message had only text.
+        :param now_ns: steady time.
+        :raises SubgoalRefused: duplicate, out of order, other episode, too long, unknown id, bad deadline.
+        """
+        ids = tuple(int(token) for token in tokens)
+        self._check_content(ids, deadline_s)
+        if episode not in (0, current_episode):
+            self._counters.add('subgoals_wrong_episode')
+            raise SubgoalRefused(
+                f'subgoal {sequence} is for episode {episode}, the current one is {current_episode}; plan '
+                'again from the current episode'
+            )
+        with self._lock:
+            number = sequence or self._requested + 1
+            if number <= self._requested:
+                again = number == self._requested
+                self._counters.add('subgoals_duplicate' if again else 'subgoals_out_of_order')
+                raise SubgoalRefused(
+                    f'subgoal sequence {number} {"was accepted already" if again else "is out of order"}, the '
+                    f'newest is {self._requested}; send a higher one, or 0 to have it numbered'
+                )
+            accepted = Subgoal(
+                number, current_episode, text, ids, interrupt, now_ns, float(deadline_s)
+            )
+            self._newest, self._requested = accepted, number
+        self._counters.add('subgoals_accepted')
+        return accepted
+
+    def pending(self) -> Subgoal | None:
+        """Return the subgoal the next tick is to latch, or None. Tick side; the slot keeps it.
+
+        A tick that is dropped latches nothing, so the next one gets the same subgoal again.
+        """
+        with self._lock:
+            newest = self._newest
+            return newest if newest is not None and newest.sequence > self._latched else None
+
+    def commit(self, sequence: int) -> None:
+        """Note that a committed tick has latched ``sequence``. Tick side."""
+        with self._lock:
+            self._latched = max(self._latched, min(sequence, self._requested))
+
+    def new_episode(self, episode: int) -> None:
+        """After a reset: drop what is not for this episode, and its deadline. The marks stay."""
+        with self._lock:
+            if self._newest is not None and self._newest.episode != episode:
+                if self._newest.sequence > self._latched:
+                    self._counters.add('subgoals_dropped_by_reset')
+                self._newest = None
+
+    def overdue(self, now_ns: int) -> bool:
+        """Whether the newest subgoal's deadline has passed without a newer one. Any thread, steady time."""
+        newest = self._newest
+        if newest is None or newest.deadline_s <= 0:
+            return False
+        return now_ns - newest.accepted_ns > int(newest.deadline_s * NANOSECONDS)
+
+    def _check_content(self, ids: tuple[int, ...], deadline_s: float) -> None:
+        problem = ''
+        if not ids:
+            problem = 'has neither tokens nor text; send one of them'
+        elif len(ids) > self._max_tokens:
+            problem = f'has {len(ids)} tokens, the slot takes {self._max_tokens}; shorten it'
+        elif min(ids) < 0 or max(ids) >= self._vocabulary:
+            problem = (
+                f'has token ids from {min(ids)} to {max(ids)}, the vocabulary is 0..{self._vocabulary - 1}; use '
+                'the policy\'s tokenizer'
+            )
+        elif not 0 <= deadline_s < 86400:
+            problem = f'has deadline_s {deadline_s}; give 0 (never) to 86400'
+        if problem:
+            self._counters.add('subgoals_invalid')
+            raise SubgoalRefused(f'subgoal {problem}')
