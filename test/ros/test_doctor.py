@@ -1,0 +1,155 @@
+"""The doctor: recorded boards against golden reports, live run on this machine, wedged probes."""
+
+import io
+import json
+import os
+from pathlib import Path
+import subprocess
+import sys
+import time
+
+import pytest
+
+from flashrt_ros.doctor import main
+from flashrt_ros.doctor.findings import Level
+from flashrt_ros.doctor.findings import Needs
+from flashrt_ros.doctor.findings import Patient
+from flashrt_ros.doctor.machine import Interpreter
+from flashrt_ros.doctor.machine import LiveMachine
+from flashrt_ros.doctor.machine import Recording
+from flashrt_ros.doctor.machine import version_tuple
+from flashrt_ros.doctor.report import CHECKS
+from flashrt_ros.doctor.report import examine
+from flashrt_ros.doctor.report import write_text
+from flashrt_ros.ros_environment import SOURCE_ROOT
+
+DATA = Path(__file__).parent / 'data' / 'doctor'
+BOARDS = sorted(path.stem for path in DATA.glob('*.json'))
+FAILURES = {'thor_r39': 0, 'thor_r38_cu128': 4, 'orin_r36': 5, 'spark': 0, 'laptop': 0}
+
+
+def _levels(recording: Recording, needs: Needs | None = None) -> dict[str, Level]:
+    return {title: finding.level for _, title, finding in examine(recording, needs or Needs())}
+
+
+@pytest.mark.parametrize('board', BOARDS)
+def test_the_report_of_a_recorded_board_equals_its_golden_file(board):
+    out = io.StringIO()
+    failures = write_text(Recording.load(DATA / f'{board}.json'), Needs(), out)
+    golden = DATA / f'{board}.txt'
+    if os.environ.get('FLASHRT_UPDATE_GOLDEN'):
+        golden.write_text(out.getvalue())
+    assert out.getvalue() == golden.read_text()
+    assert failures == FAILURES[board]
+
+
+@pytest.mark.parametrize('board', BOARDS)
+def test_all_that_is_not_ok_has_a_remedy(board):
+    for _, title, finding in examine(Recording.load(DATA / f'{board}.json'), Needs()):
+        assert bool(finding.remedy) == (finding.level is not Level.OK), title
+
+
+def test_the_exit_code_is_the_number_of_failures(capsys):
+    assert main(['--replay', str(DATA / 'thor_r38_cu128.json')]) == 4
+    assert main(['--replay', str(DATA / 'thor_r39.json')]) == 0
+    capsys.readouterr()
+
+
+def test_json_carries_every_check_once(capsys):
+    main(['--json', '--replay', str(DATA / 'spark.json')])
+    report = json.loads(capsys.readouterr().out)
+    assert [c['number'] for c in report['checks']] == list(range(1, len(CHECKS) + 1))
+    assert report['failures'] == 0
+
+
+def test_a_cpu_torch_beside_a_gpu_is_a_failure_but_alone_is_not():
+    laptop = Recording.load(DATA / 'laptop.json')
+    assert _levels(laptop)['torch build'] is Level.OK
+    laptop.folders['/dev'] = ['nvidiactl']
+    assert _levels(laptop)['torch build'] is Level.FAIL
+
+
+def test_a_thor_with_a_warning_of_torch_passes_when_its_kernels_run():
+    thor = Recording.load(DATA / 'thor_r39.json')
+    thor.probes['torch']['arch_list'] = ['sm_80']
+    assert _levels(thor)['GPU code'] is Level.OK
+
+
+def test_a_plan_larger_than_memory_fails_and_page_cache_is_no_loss():
+    thor = Recording.load(DATA / 'thor_r39.json')
+    assert _levels(thor, Needs(memory_gb=110.0))['memory'] is Level.FAIL
+    assert _levels(thor, Needs(memory_gb=95.0))['memory'] is Level.WARN
+    assert _levels(thor, Needs(memory_gb=40.0))['memory'] is Level.OK
+
+
+def test_mig_and_conda_and_a_wrong_numpy_are_seen():
+    thor = Recording.load(DATA / 'thor_r39.json')
+    key = 'nvidia-smi --query-gpu=mig.mode.current --format=csv,noheader'
+    thor.commands[key] = 'Enabled\n'
+    thor.env['CONDA_PREFIX'] = '/home/user/miniforge3'
+    thor.probes['ros']['numpy'] = '2.1.0'
+    levels = _levels(thor)
+    assert levels['GPU neighbours'] is Level.WARN
+    assert levels['interpreter'] is Level.FAIL
+    assert levels['ROS and numpy'] is Level.WARN
+
+
+def test_a_check_that_raises_becomes_a_warning_and_the_others_go_on():
+    thor = Recording.load(DATA / 'thor_r39.json')
+    thor.probes['formats'] = {'unexpected': 1}
+    levels = _levels(thor)
+    assert levels['number formats'] is Level.WARN
+    assert levels['network'] is Level.OK
+
+
+def test_a_probe_is_asked_once():
+    asked = []
+    thor = Recording.load(DATA / 'thor_r39.json')
+    original = thor.probe
+    thor.probe = lambda name, timeout_s: asked.append(name) or original(name, timeout_s)
+    _levels(thor)
+    assert len(asked) == len(set(asked))
+
+
+def test_a_wedged_probe_ends_at_its_time_limit(tmp_path):
+    wedge = tmp_path / 'python'
+    wedge.write_text('#!/bin/sh\nexec sleep 60\n')
+    wedge.chmod(0o755)
+    machine = LiveMachine(python=str(wedge))
+    start = time.monotonic()
+    answer = machine.probe('gpu_code', 1.0)
+    assert answer == {'error': 'no answer within 1 s'}
+    assert time.monotonic() - start < 30
+    assert 'not run' in LiveMachine(budget_s=0.0).probe('torch', 5.0)['error']
+
+
+def test_an_unknown_computer_is_a_pc():
+    nobody = Recording(Interpreter((3, 11, 2), 'python', '/venv', '/usr', 'x86_64'))
+    assert Patient(nobody).board_key == 'pc'
+
+
+def test_versions_are_compared_as_numbers():
+    assert version_tuple('2.13.0+cpu') > version_tuple('2.9.1')
+    assert version_tuple(None) == (0, 0)
+    assert version_tuple('3.0.0rc1') == (3, 0)
+
+
+def test_the_doctor_itself_imports_neither_torch_nor_rclpy():
+    code = (
+        'import sys, flashrt_ros.doctor, flashrt_ros.doctor.report\n'
+        'print(sorted({"torch", "rclpy", "triton"} & set(sys.modules)))'
+    )
+    env = {**os.environ, 'PYTHONPATH': str(SOURCE_ROOT)}
+    done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, env=env)
+    assert done.stdout.strip() == '[]', done.stderr
+
+
+@pytest.mark.ros
+@pytest.mark.slow
+def test_this_machine_has_no_failure_and_its_recording_replays_the_report(tmp_path, capsys):
+    pytest.importorskip('rclpy')
+    record = tmp_path / 'machine.json'
+    assert main(['--json', '--record', str(record)]) == 0
+    live = json.loads(capsys.readouterr().out)
+    main(['--json', '--replay', str(record)])
+    assert json.loads(capsys.readouterr().out) == live
