@@ -1,0 +1,228 @@
+"""Messages to arrays and back: images, joint states, trajectories, stamps, digests.
+
+Pure functions and small holders of preallocated messages. A reader takes any object with the attributes of
+the named message, so this module imports no message type until an encoder is made.
+"""
+
+from array import array
+from collections.abc import Sequence
+import hashlib
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashrt_core.errors import BadJoints
+from flashrt_core.errors import BadSize
+from flashrt_core.errors import ConfigError
+from flashrt_core.errors import ObservationNonFinite
+from flashrt_ros.clocks import NANOSECONDS
+from flashrt_ros.embodiment import Embodiment
+
+Vector = NDArray[np.float64]
+
+
+# -- stamps and digests -----------------------------------------------------------------------------------
+
+
+def stamp_to_ns(stamp: Any) -> int:
+    """Return a builtin_interfaces/Time or Duration as nanoseconds."""
+    return int(stamp.sec) * NANOSECONDS + int(stamp.nanosec)
+
+
+def fill_stamp(stamp: Any, nanoseconds: int) -> None:
+    """Write nanoseconds into a builtin_interfaces/Time or Duration in place.
+
+    :raises ConfigError: when they do not fit into the message (32 bit seconds, not negative).
+    """
+    seconds, rest = divmod(nanoseconds, NANOSECONDS)
+    if not 0 <= seconds < 2**31:
+        raise ConfigError(f'{nanoseconds} ns does not fit a ROS time; give 0 to {2**31 - 1} s')
+    stamp.sec, stamp.nanosec = int(seconds), int(rest)
+
+
+def digest(values: NDArray[Any]) -> int:
+    """Return the first 8 bytes, little endian, of BLAKE2b over the array's bytes in C order."""
+    data = np.ascontiguousarray(values)
+    return int.from_bytes(hashlib.blake2b(data.data).digest()[:8], 'little')
+
+
+# -- joint states -----------------------------------------------------------------------------------------
+
+
+class JointReader:
+    """Reads sensor_msgs/JointState by name into the embodiment's order.
+
+    The order of names is looked up once and kept until a message brings another one. One reading thread.
+    """
+
+    def __init__(self, embodiment: Embodiment, *, stream: str = 'joint_states') -> None:
+        """Bind to a robot; ``stream`` is what messages of errors call the topic."""
+        self._robot = embodiment
+        self._stream = stream
+        self._names: list[str] | None = None
+        self._order: NDArray[np.intp] = np.zeros(0, dtype=np.intp)
+
+    def read(self, message: Any) -> Vector:
+        """Return positions, float64 [joints], robot units, a new array.
+
+        Velocities and efforts are not used and may be NaN; each must be empty or as long as ``name``.
+
+        :raises BadSize: when an array's length differs from that of ``name``.
+        :raises BadJoints: when a joint is missing, repeated or, unless the embodiment ignores those, unknown.
+        :raises ObservationNonFinite: when the position of a joint of the embodiment is NaN or infinite.
+        """
+        names = message.name
+        self._check_lengths(message, len(names))
+        if names != self._names:
+            self._order = self._find(names)
+            self._names = list(names)
+        positions = np.asarray(message.position, dtype=np.float64)[self._order]
+        if not np.isfinite(positions).all():
+            joint = int(np.argmin(np.isfinite(positions)))
+            raise ObservationNonFinite(
+                f'{self._stream} has position {positions[joint]} for {self._robot.names[joint]}; check its '
+                'encoder and driver'
+            )
+        return positions
+
+    def _check_lengths(self, message: Any, count: int) -> None:
+        if len(message.position) != count:
+            raise BadSize(
+                f'{self._stream} has {len(message.position)} positions for {count} names; publish one each'
+            )
+        for field in ('velocity', 'effort'):
+            length = len(getattr(message, field))
+            if length not in (0, count):
+                raise BadSize(
+                    f'{self._stream} has {length} values of {field} for {count} names; publish one each or none'
+                )
+
+    def _find(self, names: Sequence[str]) -> NDArray[np.intp]:
+        where = {name: at for at, name in enumerate(names)}
+        if len(where) != len(names):
+            twice = sorted({name for name in names if list(names).count(name) > 1})
+            raise BadJoints(
+                f'{self._stream} repeats {_listed(twice)}; let one publisher send each joint once'
+            )
+        missing = [name for name in self._robot.names if name not in where]
+        if missing:
+            raise BadJoints(
+                f'{self._stream} lacks {_listed(missing)}, it has {_listed(list(names)) or "none"}; correct '
+                f'joints in {self._robot.source} or the driver'
+            )
+        if not self._robot.ignore_unknown_joints:
+            extra = [name for name in names if name not in self._robot.index]
+            if extra:
+                raise BadJoints(
+                    f'{self._stream} has {_listed(extra)}, which {self._robot.source} does not list; add them '
+                    'or set unknown_joints: ignore'
+                )
+        return np.array([where[name] for name in self._robot.names], dtype=np.intp)
+
+
+def _listed(names: list[str], most: int = 12) -> str:
+    shown = ', '.join(repr(name) for name in names[:most])
+    return shown + (f' and {len(names) - most} more' if len(names) > most else '')
+
+
+# -- trajectories -----------------------------------------------------------------------------------------
+
+
+class TrajectoryEncoder:
+    """Fills preallocated trajectory_msgs/JointTrajectory messages.
+
+    Each method returns the same message object again and again: publish it before the next call. The stamp
+    stays zero, which controllers read as "start now"; a stamp in the past would make them drop points.
+    """
+
+    def __init__(self, joint_names: Sequence[str], *, horizon: int, step_period_s: float) -> None:
+        """Allocate a message of ``horizon`` points and one of a single point.
+
+        :raises ConfigError: when there is no joint, no row or no period.
+        """
+        if not joint_names or horizon < 1 or not step_period_s > 0:
+            raise ConfigError(
+                f'trajectory of {len(joint_names)} joints, {horizon} rows, period {step_period_s} s; all must '
+                'be positive'
+            )
+        from trajectory_msgs.msg import JointTrajectory
+
+        self._joints = len(joint_names)
+        self._horizon = horizon
+        self._period_s = step_period_s
+        self._chunk = JointTrajectory(joint_names=list(joint_names))
+        self._points = [self._new_point(row) for row in range(horizon)]
+        self._positions = [np.frombuffer(point.positions) for point in self._points]
+        self._velocities = [np.frombuffer(point.velocities) for point in self._points]
+        self._single = JointTrajectory(joint_names=list(joint_names), points=[self._new_point(0)])
+        self._single.points[0].velocities = array('d')
+        self._single_positions = np.frombuffer(self._single.points[0].positions)
+
+    def _new_point(self, row: int) -> Any:
+        from trajectory_msgs.msg import JointTrajectoryPoint
+
+        point = JointTrajectoryPoint()
+        point.positions = array('d', bytes(8 * self._joints))
+        point.velocities = array('d', bytes(8 * self._joints))
+        fill_stamp(point.time_from_start, round((row + 1) * self._period_s * NANOSECONDS))
+        return point
+
+    def chunk(self, actions: Vector, *, first_step: int = 0, commanded: Vector | None = None) -> Any:
+        """Return the rows from ``first_step`` on, one point per step, the first one period from now.
+
+        Velocities are central differences over the neighbouring rows; the last one is zero, so the robot
+        comes to rest where the chunk ends when no other follows.
+
+        :param actions: float64 [horizon or fewer, joints], absolute robot units, already checked.
+        :param commanded: float64 [joints], what the robot is commanded now; None takes the first row.
+        :raises BadSize: when the shape does not fit or no row is left.
+        """
+        rows = np.asarray(actions, dtype=np.float64)
+        if rows.ndim != 2 or rows.shape[1] != self._joints or len(rows) > self._horizon:
+            raise BadSize(
+                f'trajectory from actions of shape {rows.shape}; give at most [{self._horizon}, {self._joints}]'
+            )
+        rows = rows[first_step:]
+        count = len(rows)
+        if count < 1:
+            raise BadSize(f'trajectory from step {first_step} of {len(actions)} rows; no row is left')
+        for row in range(count):
+            self._positions[row][:] = rows[row]
+            if row == count - 1:
+                self._velocities[row][:] = 0.0
+                continue
+            before = rows[row - 1] if row else (rows[0] if commanded is None else commanded)
+            span = 1.0 if row == 0 and commanded is None else 2.0
+            self._velocities[row][:] = (rows[row + 1] - before) / (span * self._period_s)
+        self._chunk.points = self._points[:count]
+        return self._chunk
+
+    def point(self, command: Vector) -> Any:
+        """Return one step's command, float64 [joints], to be reached after one period."""
+        self._single_positions[:] = command
+        return self._single
+
+
+# -- arrays into messages ---------------------------------------------------------------------------------
+
+
+def float_field(values: NDArray[Any]) -> array:  # type: ignore[type-arg]
+    """Return values, row-major, as the array that rclpy takes for a ``float32[]`` field without a copy."""
+    return array('f', np.ascontiguousarray(values, dtype=np.float32).tobytes())
+
+
+def fill_image(message: Any, image: NDArray[np.uint8], encoding: str = 'rgb8') -> None:
+    """Write an image into a sensor_msgs/Image whose buffer is reused when its size fits.
+
+    :param image: uint8 [height, width, 3] in the colour order that ``encoding`` (rgb8, bgr8) names.
+    :raises BadSize: for another shape or dtype.
+    """
+    if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
+        raise BadSize(f'image is {image.dtype} {image.shape}; give uint8 [height, width, 3]')
+    height, width, channels = image.shape
+    message.height, message.width, message.encoding = height, width, encoding
+    message.step, message.is_bigendian = width * channels, 0
+    if not isinstance(message.data, array) or len(message.data) != image.size:
+        message.data = array('B', bytes(image.size))
+    np.frombuffer(message.data, dtype=np.uint8).reshape(image.shape)[:] = image
