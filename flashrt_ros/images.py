@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from flashrt_core.errors import BadEncoding
 from flashrt_core.errors import BadSize
 
-Image = NDArray[np.uint8]
+Rgb = NDArray[np.uint8]
 
 MAX_PIXELS = 16 * 1024 * 1024
 _CHANNELS = {'rgb8': 3, 'bgr8': 3, 'mono8': 1, 'rgba8': 4, 'bgra8': 4}
@@ -28,7 +28,7 @@ _JPEG_START, _JPEG_END = b'\xff\xd8\xff', b'\xff\xd9'
 _PNG_START, _PNG_END = b'\x89PNG\r\n\x1a\n', b'IEND\xaeB`\x82'
 
 
-def decode_image(message: Any, *, stream: str, max_pixels: int = MAX_PIXELS) -> Image:
+def decode_image(message: Any, *, stream: str, max_pixels: int = MAX_PIXELS) -> Rgb:
     """Return a sensor_msgs/Image as RGB.
 
     Padded rows are cut; the byte order flag says nothing about 8 bit channels and is not read; grey is repeated
@@ -62,7 +62,7 @@ def decode_image(message: Any, *, stream: str, max_pixels: int = MAX_PIXELS) -> 
     return cv2.cvtColor(pixels, _TO_RGB[message.encoding])
 
 
-def decode_compressed(message: Any, *, stream: str, max_pixels: int = MAX_PIXELS) -> Image:
+def decode_compressed(message: Any, *, stream: str, max_pixels: int = MAX_PIXELS) -> Rgb:
     """Return a sensor_msgs/CompressedImage (JPEG or 8 bit PNG) as RGB, a new array.
 
     A cut-off file is refused, because OpenCV would fill the rest with grey. Orientation tags are ignored.
@@ -95,8 +95,8 @@ def decode_compressed(message: Any, *, stream: str, max_pixels: int = MAX_PIXELS
 
 
 def fit_view(
-    image: Image, height: int, width: int, *, stream: str, resize: str = 'letterbox'
-) -> Image:
+    image: Rgb, height: int, width: int, *, stream: str, resize: str = 'letterbox'
+) -> Rgb:
     """Return the image at the policy view's size, uint8 RGB [height, width, 3].
 
     :param resize: ``letterbox`` keeps the aspect and pads as the policies were trained
