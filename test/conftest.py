@@ -24,13 +24,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
                      help='factor on the full stress counts (default 0.1, 1 = full)')
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Register the markers."""
-    for line in ('gpu: needs a CUDA device', 'ros: needs ROS 2', 'slow: minutes',
-                 'soak: hours, never part of a plain run'):
-        config.addinivalue_line('markers', line)
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what needs a CUDA device where there is none."""
     if torch.cuda.is_available():

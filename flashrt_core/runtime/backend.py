@@ -76,7 +76,7 @@ class Backend(Protocol):
     def empty(self, shape: Sequence[int], dtype: torch.dtype, host: bool = False) -> torch.Tensor:
         """Allocate; ``host`` gives pinned host memory on cuda. Raises OutOfMemory."""
 
-    def reserve(self, nbytes: int, name: str) -> None:
+    def reserve(self, nbytes: int, name: str, host: bool = False) -> None:
         """Raise OutOfMemory if ``nbytes`` for ``name`` cannot fit; allocates nothing."""
 
     def register(self, holder: Holder) -> None:

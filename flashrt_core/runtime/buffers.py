@@ -221,7 +221,8 @@ class BufferSet:
             if spec.in_arena:
                 self._slots[spec.name] = row_bytes
                 row_bytes += _aligned(spec.row_nbytes)
-        backend.reserve(_total_bytes(ordered, rows), name)
+        for host in (False, True):
+            backend.reserve(_total_bytes(ordered, rows, host), name, host=host)
         self._arena = backend.empty((rows, row_bytes), torch.uint8).zero_()
         self._buffers = {spec.name: Buffer(spec, self._allocate(spec)) for spec in ordered}
         backend.register(self)
@@ -299,5 +300,6 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGN) * ALIGN
 
 
-def _total_bytes(specs: list[BufferSpec], rows: int) -> int:
-    return sum(_aligned(spec.row_nbytes) * (rows if spec.rows else 1) for spec in specs)
+def _total_bytes(specs: list[BufferSpec], rows: int, host: bool) -> int:
+    return sum(_aligned(spec.row_nbytes) * (rows if spec.rows else 1)
+               for spec in specs if spec.host is host)

@@ -76,7 +76,7 @@ class CpuBackend:
             raise self._holders.error(nbytes, 'an allocation', self.memory(), 'host memory'
                                       ) from error
 
-    def reserve(self, nbytes: int, name: str) -> None:
+    def reserve(self, nbytes: int, name: str, host: bool = False) -> None:
         """Raise OutOfMemory if ``nbytes`` is more than is available."""
         info = self.memory()
         if nbytes > info.free:
