@@ -59,7 +59,8 @@ def examine(machine: Machine, needs: Needs) -> Iterator[tuple[int, str, Finding]
 
 def versions_line(machine: Machine) -> str:
     """Versions by metadata, printed before anything can crash."""
-    found = {k: v for k, v in machine.probe('versions', 10.0).items() if k != 'error'}
+    found = dict(sorted(machine.probe('versions', 10.0).items()))
+    found.pop('error', None)
     python = '.'.join(map(str, machine.interpreter.version))
     items = [
         f'python {python} {machine.interpreter.machine}',
