@@ -1,15 +1,16 @@
 """Two clocks with two names: ROS time for the age of data, steady time for deadlines.
 
-ROS time may be simulated: it is zero until the first ``/clock`` message and may jump back when a bag or a
-simulation restarts. Steady time (CLOCK_MONOTONIC) does neither and is never compared with a header stamp.
+ROS time may be simulated: it is zero until the first ``/clock`` message and may jump back when a
+bag or a simulation restarts. Steady time (CLOCK_MONOTONIC) does neither and is never compared with
+a header stamp.
 """
 
+from collections.abc import Callable
 import ctypes
+from dataclasses import dataclass
 import errno
 import os
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 from flashrt_core.errors import ConfigError
@@ -35,7 +36,7 @@ class _Timespec(ctypes.Structure):
 
 
 class MonotonicClock:
-    """CLOCK_MONOTONIC with absolute sleeps (clock_nanosleep, TIMER_ABSTIME), so errors do not add up.
+    """CLOCK_MONOTONIC with absolute sleeps (clock_nanosleep), so that errors do not add up.
 
     Where the C library has no clock_nanosleep the sleep is a relative one, computed once per call.
     Each sleeping thread owns its own instance. The GIL is released while sleeping.
@@ -52,7 +53,10 @@ class MonotonicClock:
         except (AttributeError, OSError):
             return
         self._nanosleep.argtypes = [
-            ctypes.c_int, ctypes.c_int, ctypes.POINTER(_Timespec), ctypes.c_void_p
+            ctypes.c_int,
+            ctypes.c_int,
+            ctypes.POINTER(_Timespec),
+            ctypes.c_void_p,
         ]
         self._nanosleep.restype = ctypes.c_int
 
@@ -66,7 +70,7 @@ class MonotonicClock:
         return time.monotonic_ns()
 
     def sleep_until_ns(self, deadline_ns: int) -> None:
-        """Sleep until the steady time ``deadline_ns``; a signal does not shorten it. Owner thread only.
+        """Sleep until ``deadline_ns``, not shortened by a signal. Owner thread only.
 
         :raises LaneError: when the kernel refuses the request.
         """
@@ -99,18 +103,19 @@ class RosReading:
 
 
 class RosClock:
-    """ROS time with readiness and jump-back detection on top of a function that returns nanoseconds.
+    """ROS time with readiness and jump-back detection over a function that returns nanoseconds.
 
-    A jump is seen by comparing reads, and may be reported too (:meth:`jumped`, from rclpy's jump callback),
-    so a restart of ``/clock`` that falls between two reads and ends later than the last one is not missed.
+    A jump is seen by comparing reads, and may be reported too (:meth:`jumped`, from rclpy's jump
+    callback), so a restart of ``/clock`` that falls between two reads and ends later than the last
+    one is not missed.
     """
 
     def __init__(self, now_ns: Callable[[], int], *, jump_back_tolerance_s: float = 0.0) -> None:
         """Wrap a clock.
 
         :param now_ns: e.g. ``lambda: node.get_clock().now().nanoseconds``.
-        :param jump_back_tolerance_s: steps back up to this size are not called a jump (a disciplined wall
-            clock steps back by microseconds); 0 for simulated time.
+        :param jump_back_tolerance_s: steps back up to this size are not called a jump (a
+            disciplined wall clock steps back by microseconds); 0 for simulated time.
         :raises ConfigError: when the tolerance is negative.
         """
         if not jump_back_tolerance_s >= 0.0:

@@ -1,14 +1,15 @@
 """The step thread, and the player that splices chunks by executed steps.
 
-A *step* is one control period, a *chunk* the actions of one tick. Nothing here waits for a GPU: the tick side
-hands finished chunks in under a lock held for microseconds, and a hold is one attribute the step thread reads.
+A *step* is one control period, a *chunk* the actions of one tick. Nothing here waits for a GPU:
+the tick side hands finished chunks in under a lock held for microseconds, and a hold is one
+attribute the step thread reads.
 """
 
-import os
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
+import os
+import threading
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +17,8 @@ from numpy.typing import NDArray
 from flashrt_core.errors import ActionNonFinite
 from flashrt_core.errors import ConfigError
 from flashrt_core.errors import LaneTimeout
-from flashrt_ros.clocks import NANOSECONDS
 from flashrt_ros.clocks import MonotonicClock
+from flashrt_ros.clocks import NANOSECONDS
 from flashrt_ros.clocks import SteadyClock
 from flashrt_ros.statistics import Histogram
 from flashrt_ros.statistics import Ring
@@ -25,7 +26,7 @@ from flashrt_ros.statistics import Ring
 JITTER_EDGES_MS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
 
 
-class Played(str, Enum):
+class Played(StrEnum):
     """What :meth:`ChunkPlayer.next_action` gave."""
 
     ACTION = 'action'
@@ -47,16 +48,17 @@ class Splice:
     """What became of an offered chunk."""
 
     accepted: bool
-    delay_steps: int  # actions of the chunk that were already due while the tick ran: its first played index
+    delay_steps: int  # index of its first action to be played: those before it are past
     left_steps: int  # actions still to be played
     reason: str  # '' when accepted, else 'older_epoch', 'older_tick' or 'too_late'
 
 
 class ChunkPlayer:
-    """Plays a chunk one action a step and splices the next one in by executed steps, never by wall time.
+    """Plays a chunk one action a step and splices the next one in by executed steps.
 
-    Action i of a chunk belongs to the step that lies i *executed* steps after its observation. Periods in
-    which nothing was played (hold, exhausted, missed) are no steps, so the first chunk from rest starts at 0.
+    Action i of a chunk belongs to the step that lies i *executed* steps after its observation.
+    Periods in which nothing was played (hold, exhausted, missed) are no steps, so the first chunk
+    from rest starts at 0.
 
     Threads: :meth:`next_action` on the step thread; everything else on any thread.
     """
@@ -69,7 +71,9 @@ class ChunkPlayer:
         :raises ConfigError: when joints is below 1.
         """
         if joints < 1:
-            raise ConfigError(f'ChunkPlayer joints is {joints}; give the number of joints, at least 1')
+            raise ConfigError(
+                f'ChunkPlayer joints is {joints}; give the number of joints, at least 1'
+            )
         self._joints = joints
         self._lock = threading.Lock()
         self._held = False
@@ -82,14 +86,14 @@ class ChunkPlayer:
         self._last_delay = 0
         self.chunks_dropped = 0
 
-    # -- hold ---------------------------------------------------------------------------------------------
+    # -- hold -------------------------------------------------------------------------------------
 
     def hold(self) -> None:
         """Stop handing out actions from the next step on. Takes no lock; see StepThread.fence."""
         self._held = True
 
     def release(self) -> None:
-        """Hand out actions again; the caller has cleared old ones with :meth:`clear` or a new epoch."""
+        """Hand out actions again; old ones were dropped by :meth:`clear` or a new epoch."""
         self._held = False
 
     @property
@@ -97,18 +101,19 @@ class ChunkPlayer:
         """Whether a hold is set."""
         return self._held
 
-    # -- tick side ----------------------------------------------------------------------------------------
+    # -- tick side --------------------------------------------------------------------------------
 
     def begin_tick(self) -> TickStart:
         """Say where a tick observes; call it when the observation is taken, before the tick runs.
 
-        A tick that is dropped needs no word: the next one counts from the newest committed tick again.
+        A tick that is dropped needs no word: the next one counts from the newest committed tick
+        again.
         """
         with self._lock:
             return TickStart(self._epoch, self._executed, self._executed - self._executed_at_tick)
 
     def commit(self, start: TickStart) -> None:
-        """Note that the tick has committed its state although its chunk is not played (a guard refused it)."""
+        """Note that a tick has committed its state although a guard refused its chunk."""
         with self._lock:
             self._commit(start)
 
@@ -119,16 +124,19 @@ class ChunkPlayer:
     def swap(self, actions: NDArray[np.float64], start: TickStart) -> Splice:
         """Put a committed tick's chunk in place of the one being played.
 
-        :param actions: float64 [horizon, joints], robot units; copied, so the caller may reuse the array.
+        :param actions: float64 [horizon, joints], robot units; copied, so the caller may reuse the
+            array.
         :param start: of the tick that made the chunk.
-        :return: a refused chunk (older epoch, older tick, all of it already due) leaves the old one playing.
+        :return: a refused chunk (older epoch, older tick, all of it already due) leaves the old
+            one playing.
         :raises ActionNonFinite: when an element is NaN or infinite; the old chunk goes on.
         :raises ConfigError: when the shape is not [horizon >= 1, joints].
         """
         fresh = np.array(actions, dtype=np.float64, order='C')
         if fresh.ndim != 2 or fresh.shape[0] < 1 or fresh.shape[1] != self._joints:
             raise ConfigError(
-                f'chunk has shape {fresh.shape}; give [horizon, {self._joints}], one column per joint'
+                f'chunk has shape {fresh.shape}; give [horizon, {self._joints}], one column per '
+                'joint'
             )
         if not np.isfinite(fresh).all():
             self.commit(start)
@@ -154,7 +162,7 @@ class ChunkPlayer:
             return Splice(False, delay, 0, reason)
 
     def clear(self) -> None:
-        """Drop the chunk being played and its rest; the next step is exhausted until a new one comes."""
+        """Drop the chunk being played; steps are exhausted until a new one comes."""
         with self._lock:
             self._drop_chunk()
 
@@ -167,7 +175,9 @@ class ChunkPlayer:
         """
         with self._lock:
             if epoch <= self._epoch:
-                raise ConfigError(f'new epoch is {epoch}, the current one {self._epoch}; it must grow')
+                raise ConfigError(
+                    f'new epoch is {epoch}, the current one {self._epoch}; it must grow'
+                )
             self._epoch = epoch
             self._drop_chunk()
             self._executed_at_tick = self._executed
@@ -176,7 +186,7 @@ class ChunkPlayer:
     def _drop_chunk(self) -> None:
         self._actions, self._index, self._tick_at = None, 0, -1
 
-    # -- step side ----------------------------------------------------------------------------------------
+    # -- step side --------------------------------------------------------------------------------
 
     def next_action(self, out: NDArray[np.float64]) -> Played:
         """Copy this step's action into ``out`` (float64 [joints]) and advance; step thread only.
@@ -193,7 +203,7 @@ class ChunkPlayer:
             self._executed += 1
             return Played.ACTION
 
-    # -- looking ------------------------------------------------------------------------------------------
+    # -- looking ----------------------------------------------------------------------------------
 
     @property
     def epoch(self) -> int:
@@ -248,8 +258,8 @@ class StepReport:
 class StepThread:
     """Calls a function once per control period at absolute steady deadlines.
 
-    A wake-up later than half a period skips to the next slot, so two steps never begin less than half a
-    period apart. :meth:`start`, :meth:`stop` and :meth:`fence` are for any other thread.
+    A wake-up later than half a period skips to the next slot, so two steps never begin less than
+    half a period apart. :meth:`start`, :meth:`stop` and :meth:`fence` are for any other thread.
     """
 
     _SLICE_NS = 50_000_000  # bounds how long stop waits where the period is long
@@ -268,9 +278,11 @@ class StepThread:
         """Prepare the thread.
 
         :param period_s: control period.
-        :param callback: called with the slot number (grows by one plus the missed ones) on the step thread.
+        :param callback: called with the slot number (grows by one plus the missed ones) on the
+            step thread.
         :param on_error: called on the step thread with what the callback raised; set a hold there.
-        :param fifo_priority: 1..99 asks for SCHED_FIFO, 0 does not; a refusal is reported, not raised.
+        :param fifo_priority: 1..99 asks for SCHED_FIFO, 0 does not; a refusal is reported, not
+            raised.
         :param late_after_s: steps beginning later than this are counted as late.
         :raises ConfigError: when a number is out of range.
         """
@@ -305,9 +317,10 @@ class StepThread:
         self._thread.start()
 
     def stop(self, timeout_s: float = 2.0) -> None:
-        """End the thread after the step in flight; returns within a period or 50 ms plus that step.
+        """End the thread after the step in flight: at most 50 ms or a period, plus that step.
 
-        :raises LaneTimeout: when the callback does not return in time; the thread ends when it does.
+        :raises LaneTimeout: when the callback does not return in time; the thread ends when it
+            does.
         """
         self._stopping = True
         thread = self._thread
@@ -316,7 +329,8 @@ class StepThread:
         thread.join(timeout_s)
         if thread.is_alive():
             raise LaneTimeout(
-                f'step thread {self._name} did not end within {timeout_s} s; its callback is blocked'
+                f'step thread {self._name} did not end within {timeout_s} s; its callback is '
+                'blocked'
             )
         self._thread = None
 
@@ -398,7 +412,8 @@ class StepThread:
             os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(self._priority))
         except (AttributeError, OSError) as refusal:
             self._realtime_reason = (
-                f'SCHED_FIFO {self._priority} was refused ({refusal}); grant CAP_SYS_NICE or an rtprio limit'
+                f'SCHED_FIFO {self._priority} was refused ({refusal}); '
+                'grant CAP_SYS_NICE or an rtprio limit'
             )
             return
         self._realtime, self._realtime_reason = True, ''

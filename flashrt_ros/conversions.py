@@ -1,7 +1,7 @@
 """Messages to arrays and back: images, joint states, trajectories, stamps, digests.
 
-Pure functions and small holders of preallocated messages. A reader takes any object with the attributes of
-the named message, so this module imports no message type until an encoder is made.
+Pure functions and small holders of preallocated messages. A reader takes any object with the
+attributes of the named message, so this module imports no message type until an encoder is made.
 """
 
 from array import array
@@ -22,7 +22,7 @@ from flashrt_ros.embodiment import Embodiment
 Vector = NDArray[np.float64]
 
 
-# -- stamps and digests -----------------------------------------------------------------------------------
+# -- stamps and digests ---------------------------------------------------------------------------
 
 
 def stamp_to_ns(stamp: Any) -> int:
@@ -47,13 +47,14 @@ def digest(values: NDArray[Any]) -> int:
     return int.from_bytes(hashlib.blake2b(data.data).digest()[:8], 'little')
 
 
-# -- joint states -----------------------------------------------------------------------------------------
+# -- joint states ---------------------------------------------------------------------------------
 
 
 class JointReader:
     """Reads sensor_msgs/JointState by name into the embodiment's order.
 
-    The order of names is looked up once and kept until a message brings another one. One reading thread.
+    The order of names is looked up once and kept until a message brings another one. One reading
+    thread.
     """
 
     def __init__(self, embodiment: Embodiment, *, stream: str = 'joint_states') -> None:
@@ -66,11 +67,14 @@ class JointReader:
     def read(self, message: Any) -> Vector:
         """Return positions, float64 [joints], robot units, a new array.
 
-        Velocities and efforts are not used and may be NaN; each must be empty or as long as ``name``.
+        Velocities and efforts are not used and may be NaN; each must be empty or as long as
+        ``name``.
 
         :raises BadSize: when an array's length differs from that of ``name``.
-        :raises BadJoints: when a joint is missing, repeated or, unless the embodiment ignores those, unknown.
-        :raises ObservationNonFinite: when the position of a joint of the embodiment is NaN or infinite.
+        :raises BadJoints: when a joint is missing, repeated or, unless the embodiment ignores
+            those, unknown.
+        :raises ObservationNonFinite: when the position of a joint of the embodiment is NaN or
+            infinite.
         """
         names = message.name
         self._check_lengths(message, len(names))
@@ -81,7 +85,8 @@ class JointReader:
         if not np.isfinite(positions).all():
             joint = int(np.argmin(np.isfinite(positions)))
             raise ObservationNonFinite(
-                f'{self._stream} has position {positions[joint]} for {self._robot.names[joint]}; check its '
+                f'{self._stream} has position {positions[joint]} for {self._robot.names[joint]}; '
+                'check its '
                 'encoder and driver'
             )
         return positions
@@ -89,13 +94,15 @@ class JointReader:
     def _check_lengths(self, message: Any, count: int) -> None:
         if len(message.position) != count:
             raise BadSize(
-                f'{self._stream} has {len(message.position)} positions for {count} names; publish one each'
+                f'{self._stream} has {len(message.position)} positions for {count} names; publish '
+                'one each'
             )
         for field in ('velocity', 'effort'):
             length = len(getattr(message, field))
             if length not in (0, count):
                 raise BadSize(
-                    f'{self._stream} has {length} values of {field} for {count} names; publish one each or none'
+                    f'{self._stream} has {length} values of {field} for {count} names; publish '
+                    'one each or none'
                 )
 
     def _find(self, names: Sequence[str]) -> NDArray[np.intp]:
@@ -108,14 +115,16 @@ class JointReader:
         missing = [name for name in self._robot.names if name not in where]
         if missing:
             raise BadJoints(
-                f'{self._stream} lacks {_listed(missing)}, it has {_listed(list(names)) or "none"}; correct '
+                f'{self._stream} lacks {_listed(missing)}, it has '
+                f'{_listed(list(names)) or "none"}; correct '
                 f'joints in {self._robot.source} or the driver'
             )
         if not self._robot.ignore_unknown_joints:
             extra = [name for name in names if name not in self._robot.index]
             if extra:
                 raise BadJoints(
-                    f'{self._stream} has {_listed(extra)}, which {self._robot.source} does not list; add them '
+                    f'{self._stream} has {_listed(extra)}, which {self._robot.source} does not '
+                    'list; add them '
                     'or set unknown_joints: ignore'
                 )
         return np.array([where[name] for name in self._robot.names], dtype=np.intp)
@@ -126,14 +135,15 @@ def _listed(names: list[str], most: int = 12) -> str:
     return shown + (f' and {len(names) - most} more' if len(names) > most else '')
 
 
-# -- trajectories -----------------------------------------------------------------------------------------
+# -- trajectories ---------------------------------------------------------------------------------
 
 
 class TrajectoryEncoder:
     """Fills preallocated trajectory_msgs/JointTrajectory messages.
 
-    Each method returns the same message object again and again: publish it before the next call. The stamp
-    stays zero, which controllers read as "start now"; a stamp in the past would make them drop points.
+    Each method returns the same message object again and again: publish it before the next call.
+    The stamp stays zero, which controllers read as "start now"; a stamp in the past would make
+    them drop points.
     """
 
     def __init__(self, joint_names: Sequence[str], *, horizon: int, step_period_s: float) -> None:
@@ -143,7 +153,8 @@ class TrajectoryEncoder:
         """
         if not joint_names or horizon < 1 or not step_period_s > 0:
             raise ConfigError(
-                f'trajectory of {len(joint_names)} joints, {horizon} rows, period {step_period_s} s; all must '
+                f'trajectory of {len(joint_names)} joints, {horizon} rows, period {step_period_s} '
+                's; all must '
                 'be positive'
             )
         from trajectory_msgs.msg import JointTrajectory
@@ -168,25 +179,31 @@ class TrajectoryEncoder:
         fill_stamp(point.time_from_start, round((row + 1) * self._period_s * NANOSECONDS))
         return point
 
-    def chunk(self, actions: Vector, *, first_step: int = 0, commanded: Vector | None = None) -> Any:
-        """Return the rows from ``first_step`` on, one point per step, the first one period from now.
+    def chunk(
+        self, actions: Vector, *, first_step: int = 0, commanded: Vector | None = None
+    ) -> Any:
+        """Return the rows from ``first_step`` on, a point per step, the first a period from now.
 
-        Velocities are central differences over the neighbouring rows; the last one is zero, so the robot
-        comes to rest where the chunk ends when no other follows.
+        Velocities are central differences over the neighbouring rows; the last one is zero, so the
+        robot comes to rest where the chunk ends when no other follows.
 
         :param actions: float64 [horizon or fewer, joints], absolute robot units, already checked.
-        :param commanded: float64 [joints], what the robot is commanded now; None takes the first row.
+        :param commanded: float64 [joints], what the robot is commanded now; None takes the first
+            row.
         :raises BadSize: when the shape does not fit or no row is left.
         """
         rows = np.asarray(actions, dtype=np.float64)
         if rows.ndim != 2 or rows.shape[1] != self._joints or len(rows) > self._horizon:
             raise BadSize(
-                f'trajectory from actions of shape {rows.shape}; give at most [{self._horizon}, {self._joints}]'
+                f'trajectory from actions of shape {rows.shape}; give at most [{self._horizon}, '
+                f'{self._joints}]'
             )
         rows = rows[first_step:]
         count = len(rows)
         if count < 1:
-            raise BadSize(f'trajectory from step {first_step} of {len(actions)} rows; no row is left')
+            raise BadSize(
+                f'trajectory from step {first_step} of {len(actions)} rows; no row is left'
+            )
         for row in range(count):
             self._positions[row][:] = rows[row]
             if row == count - 1:
@@ -204,18 +221,19 @@ class TrajectoryEncoder:
         return self._single
 
 
-# -- arrays into messages ---------------------------------------------------------------------------------
+# -- arrays into messages -------------------------------------------------------------------------
 
 
 def float_field(values: NDArray[Any]) -> array:  # type: ignore[type-arg]
-    """Return values, row-major, as the array that rclpy takes for a ``float32[]`` field without a copy."""
+    """Return values, row-major, as the array that a ``float32[]`` field keeps as it is."""
     return array('f', np.ascontiguousarray(values, dtype=np.float32).tobytes())
 
 
 def fill_image(message: Any, image: NDArray[np.uint8], encoding: str = 'rgb8') -> None:
     """Write an image into a sensor_msgs/Image whose buffer is reused when its size fits.
 
-    :param image: uint8 [height, width, 3] in the colour order that ``encoding`` (rgb8, bgr8) names.
+    :param image: uint8 [height, width, 3] in the colour order that ``encoding`` (rgb8, bgr8)
+        names.
     :raises BadSize: for another shape or dtype.
     """
     if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:

@@ -1,16 +1,16 @@
-"""The robot side of a policy: joints by name, their units, limits and cameras, read from a YAML file.
+"""The robot side of a policy: joints by name, units, limits and cameras, from a YAML file.
 
-The schema is in config/embodiments/README.md. Two frames: *robot* values are what ``joint_states`` and
-``joint_trajectory`` carry, *policy* values are the physical units the model was trained in, in the order of
-the file:
+The schema is in config/embodiments/README.md. Two frames: *robot* values are what ``joint_states``
+and ``joint_trajectory`` carry, *policy* values are the physical units the model was trained in, in
+the order of the file:
 
     policy = sign * scale * (robot - offset)      robot = policy / (sign * scale) + offset
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+import re
 from typing import Any
 
 import numpy as np
@@ -24,11 +24,27 @@ from flashrt_core.errors import ConfigError
 FORMAT = 1
 UNITS = ('rad', 'm', 'ratio')
 _TOP = {
-    'format', 'name', 'control_rate_hz', 'actions', 'unknown_joints', 'pose_gap', 'joints', 'views'
+    'format',
+    'name',
+    'control_rate_hz',
+    'actions',
+    'unknown_joints',
+    'pose_gap',
+    'joints',
+    'views',
 }
 _JOINT = {
-    'name', 'unit', 'sign', 'offset', 'scale', 'gripper', 'position', 'max_velocity', 'max_step',
-    'pose_gap', 'action',
+    'name',
+    'unit',
+    'sign',
+    'offset',
+    'scale',
+    'gripper',
+    'position',
+    'max_velocity',
+    'max_step',
+    'pose_gap',
+    'action',
 }
 _JOINT_NAME = re.compile(r'[A-Za-z0-9_./-]{1,128}')
 _VIEW_NAME = re.compile(r'[A-Za-z][A-Za-z0-9_]{0,63}')
@@ -38,7 +54,7 @@ Vector = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class JointSpec:
-    """One joint. Positions, steps and gaps are in the robot's unit, scale turns it into the policy's."""
+    """One joint; positions, steps and gaps in the robot's unit."""
 
     name: str
     unit: str  # rad, m or ratio (0..1)
@@ -97,8 +113,8 @@ class Embodiment:
         for port, dim in (('state', state_dim), ('action', action_dim)):
             if dim < len(self.joints):
                 raise ConfigError(
-                    f'{self.source}: joints lists {len(self.joints)} joints, the policy\'s {port} has '
-                    f'{dim} elements; use a policy with more, or list fewer joints'
+                    f'{self.source}: joints lists {len(self.joints)} joints, the {port} of the policy '
+                    f'has {dim} elements; use a policy with more, or list fewer joints'
                 )
 
     def check_views(self, policy_views: tuple[str, ...]) -> None:
@@ -122,9 +138,10 @@ class Embodiment:
     def to_robot(self, values: NDArray[Any], observed: Vector | None = None) -> Vector:
         """Turn policy actions into absolute robot positions; the inverse of :meth:`to_policy`.
 
-        :param values: [..., >= n], policy units; columns beyond the joints are the model's padding.
-        :param observed: robot positions [n] of the state the actions are relative to; needed when a joint
-            is relative.
+        :param values: [..., >= n], policy units; columns beyond the joints are the model's
+            padding.
+        :param observed: robot positions [n] of the state the actions are relative to; needed when
+            a joint is relative.
         :return: float64 [..., n], not limited.
         :raises ActionError: when a relative joint has no observed state, or columns are missing.
         """
@@ -139,13 +156,14 @@ class Embodiment:
         if self.any_relative:
             if observed is None:
                 raise ActionError(
-                    f'{self.name} has relative actions, which need the observed joint positions; give observed'
+                    f'{self.name} has relative actions, which need the observed joint positions; '
+                    'give observed'
                 )
             actions = actions + self._relative * self.to_policy(observed)
         return actions / self._factor + self._offset
 
     def fill_state(self, joints: Vector, out: NDArray[np.float32]) -> None:
-        """Write the policy's state: the joints in policy units, then zeros as the model was trained.
+        """Write the policy's state: the joints in policy units, then zeros as in training.
 
         :param joints: robot positions float64 [n].
         :param out: float32 [state_dim], state_dim >= n.
@@ -190,7 +208,7 @@ def parse_embodiment(text: str, *, source: str = 'embodiment') -> Embodiment:
     :raises ConfigError: naming file, key, value and remedy.
     """
     try:
-        document = yaml.load(text, Loader=_StrictLoader)
+        document = yaml.load(text, Loader=_StrictLoader)  # noqa: S506 (a SafeLoader)
     except yaml.YAMLError as reason:
         raise ConfigError(f'{source} is not valid YAML: {reason}') from reason
     top = _Section(source, '', document)
@@ -200,14 +218,13 @@ def parse_embodiment(text: str, *, source: str = 'embodiment') -> Embodiment:
     rate = top.number('control_rate_hz', low=0.1, high=2000.0)
     relative = top.choice('actions', ('absolute', 'relative'), default='absolute') == 'relative'
     gap = top.number('pose_gap', low=0.0, default=None)
-    joints = tuple(
-        _joint(section, rate, relative, gap) for section in top.sections('joints')
-    )
+    joints = tuple(_joint(section, rate, relative, gap) for section in top.sections('joints'))
     seen: set[str] = set()
     for at, joint in enumerate(joints):
         if joint.name in seen:
             raise ConfigError(
-                f'{source}: joints[{at}].name is {joint.name!r} for the second time; list each joint once'
+                f'{source}: joints[{at}].name is {joint.name!r} for the second time; list each '
+                'joint once'
             )
         seen.add(joint.name)
     return Embodiment(
@@ -264,7 +281,11 @@ def _map(section: '_Section') -> tuple[int, float, float]:
         sign = section.integer('sign', default=1)
         if sign not in (1, -1):
             section.refuse('sign', 'give 1 or -1')
-        return sign, section.number('offset', default=0.0), section.number('scale', above=0.0, default=1.0)
+        return (
+            sign,
+            section.number('offset', default=0.0),
+            section.number('scale', above=0.0, default=1.0),
+        )
     for key in ('sign', 'offset', 'scale'):
         if key in section.values:
             section.refuse(key, 'gripper sets it already; remove one of the two')
@@ -284,7 +305,9 @@ def _views(top: '_Section') -> dict[str, str]:
         if not _VIEW_NAME.fullmatch(str(view)):
             views.refuse(view, 'a policy view is named with letters, digits and _')
         if not _VIEW_NAME.fullmatch(suffix):
-            views.refuse(view, 'give the last part of images/<part>: letters, digits and _, no slash')
+            views.refuse(
+                view, 'give the last part of images/<part>: letters, digits and _, no slash'
+            )
         if suffix in mapping.values():
             views.refuse(view, 'another view uses that topic; give each its own camera')
         mapping[view] = suffix
@@ -308,13 +331,14 @@ _REQUIRED = object()
 
 
 class _Section:
-    """One mapping of the file, with its place, so that every refusal names file, key, value and remedy."""
+    """One mapping of the file; its refusals name file, key, value and remedy."""
 
     def __init__(self, source: str, place: str, values: Any) -> None:
         self.source, self.place = source, place
         if not isinstance(values, dict):
             raise ConfigError(
-                f'{source}: {place or "the document"} is {values!r}; give a mapping of keys to values'
+                f'{source}: {place or "the document"} is {values!r}; give a mapping of keys to '
+                'values'
             )
         self.values = values
 
@@ -338,8 +362,13 @@ class _Section:
         return default
 
     def number(
-        self, key: str, *, low: float | None = None, high: float | None = None,
-        above: float | None = None, default: Any = _REQUIRED,
+        self,
+        key: str,
+        *,
+        low: float | None = None,
+        high: float | None = None,
+        above: float | None = None,
+        default: Any = _REQUIRED,
     ) -> Any:
         if key not in self.values and default is not _REQUIRED:
             return default

@@ -1,13 +1,13 @@
-"""Whether actions may leave: the hold machine with its causes, latch and resync, and the watch over ticks.
+"""Whether actions may leave: causes of a hold, latch, resync; and the watch over ticks.
 
-Pure state machines: steady time is passed in as nanoseconds, nothing sleeps, nothing touches ROS or the GPU.
-This is no safety-rated stop.
+Pure state machines: steady time is passed in as nanoseconds, nothing sleeps, nothing touches ROS
+or the GPU. This is no safety-rated stop.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from dataclasses import field
-from enum import Enum
+from enum import StrEnum
 import threading
 from typing import Protocol
 
@@ -19,7 +19,7 @@ from flashrt_ros.statistics import Counters
 COUNTERS = ('holds', 'holds_latched', 'resyncs', 'tick_deadline_missed')
 
 
-class Phase(str, Enum):
+class Phase(StrEnum):
     """Where the hold machine stands; only RUN lets actions out."""
 
     NEEDS_RESET = 'needs_reset'  # after a start: whose episode this is, is not known
@@ -70,10 +70,11 @@ class Transition:
 class HoldMachine:
     """Decides whether actions may leave, and why not.
 
-    Causes add up. An unlatched one goes when :meth:`clear` says that it is over, a latched one only by
-    :meth:`resume`; a restore or reset never clears a latched one. When the last cause is gone the machine is
-    in RESYNC until :meth:`offer` accepts a chunk. Any thread; :meth:`hold` closes the gate before it takes the
-    machine's lock, which is never held across a wait.
+    Causes add up. An unlatched one goes when :meth:`clear` says that it is over, a latched one
+    only by
+    :meth:`resume`; a restore or reset never clears a latched one. When the last cause is gone the
+    machine is in RESYNC until :meth:`offer` accepts a chunk. Any thread; :meth:`hold` closes the
+    gate before it takes the machine's lock, which is never held across a wait.
     """
 
     def __init__(self, gate: Gate, counters: Counters, *, needs_reset: bool = True) -> None:
@@ -150,7 +151,8 @@ class HoldMachine:
         with self._lock:
             if Cause.POISONED in self._causes:
                 raise WrongState(
-                    'the session is poisoned by a failed restore; call ~/reset or ~/restore, then ~/resume'
+                    'the session is poisoned by a failed restore; call ~/reset or ~/restore, then '
+                    '~/resume'
                 )
             if not any(self._causes.values()):
                 state = 'running' if self._running else f'in {self.phase.value}'
@@ -181,8 +183,9 @@ class HoldMachine:
     def offer(self, tick_started_ns: int, now_ns: int) -> Transition | None:
         """Offer to run with a chunk that is in the player already, after its pose gap was checked.
 
-        The caller has swapped the chunk in and rebased the limiter on the measured pose; the gate is still
-        closed. None when the machine does not wait for a chunk, or the tick observed before resync began.
+        The caller has swapped the chunk in and rebased the limiter on the measured pose; the gate
+        is still closed. None when the machine does not wait for a chunk, or the tick observed
+        before resync began.
         """
         with self._lock:
             if self._running or self._causes or self._needs_reset:
@@ -197,14 +200,17 @@ class HoldMachine:
 
     def _after_removal(self, name: str, now_ns: int) -> Transition:
         self._resync_since_ns = now_ns
-        return Transition('resume', name, {'phase': self.phase.value, 'causes': list(self._causes)})
+        return Transition(
+            'resume', name, {'phase': self.phase.value, 'causes': list(self._causes)}
+        )
 
 
 class TickWatch:
     """Deadlines and heartbeats of ticks: a beat is sent by a finished tick only, never by a timer.
 
     While the machine holds and no tick runs, the node posts an empty call to the lane when
-    :meth:`probe_due` says so and beats when the lane has answered: a wedged GPU stops the heartbeat then too.
+    :meth:`probe_due` says so and beats when the lane has answered: a wedged GPU stops the
+    heartbeat then too.
     """
 
     def __init__(
@@ -219,7 +225,8 @@ class TickWatch:
         """
         if not deadline_s > 0 or error_after < 1 or not heartbeat_s > 0:
             raise ConfigError(
-                f'tick deadline {deadline_s} s, error after {error_after}, heartbeat {heartbeat_s} s; give '
+                f'tick deadline {deadline_s} s, error after {error_after}, heartbeat '
+                f'{heartbeat_s} s; give '
                 'positive numbers'
             )
         counters.declare(COUNTERS)

@@ -1,7 +1,7 @@
-"""sensor_msgs/Image and CompressedImage to uint8 RGB [height, width, 3], the array a policy's view takes.
+"""sensor_msgs/Image and CompressedImage to uint8 RGB [height, width, 3].
 
-Decoded with numpy and OpenCV, no cv_bridge. What is not decoded here is refused with the node to insert. Sizes
-are checked against each other and against a limit before anything is allocated.
+Decoded with numpy and OpenCV, no cv_bridge. What is not decoded here is refused with the node to
+insert. Sizes are checked against each other and against a limit before anything is allocated.
 """
 
 import struct
@@ -31,8 +31,9 @@ _PNG_START, _PNG_END = b'\x89PNG\r\n\x1a\n', b'IEND\xaeB`\x82'
 def decode_image(message: Any, *, stream: str, max_pixels: int = MAX_PIXELS) -> Rgb:
     """Return a sensor_msgs/Image as RGB.
 
-    Padded rows are cut; the byte order flag says nothing about 8 bit channels and is not read; grey is repeated
-    on three channels; alpha is dropped. The result may alias the message: do not write into it.
+    Padded rows are cut; the byte order flag says nothing about 8 bit channels and is not read;
+    grey is repeated on three channels; alpha is dropped. The result may alias the message: do not
+    write into it.
 
     :param stream: what error messages call the topic.
     :raises BadEncoding: for an encoding other than rgb8, bgr8, mono8, rgba8, bgra8.
@@ -50,7 +51,8 @@ def decode_image(message: Any, *, stream: str, max_pixels: int = MAX_PIXELS) -> 
         )
     if len(message.data) != step * height:
         raise BadSize(
-            f'{stream} has {len(message.data)} bytes, height {height} times step {step} is {step * height}; '
+            f'{stream} has {len(message.data)} bytes, height {height} times step {step} is '
+            f'{step * height}; '
             'correct the driver'
         )
     rows = np.frombuffer(message.data, dtype=np.uint8).reshape(height, step)
@@ -65,22 +67,28 @@ def decode_image(message: Any, *, stream: str, max_pixels: int = MAX_PIXELS) -> 
 def decode_compressed(message: Any, *, stream: str, max_pixels: int = MAX_PIXELS) -> Rgb:
     """Return a sensor_msgs/CompressedImage (JPEG or 8 bit PNG) as RGB, a new array.
 
-    A cut-off file is refused, because OpenCV would fill the rest with grey. Orientation tags are ignored.
+    A cut-off file is refused, because OpenCV would fill the rest with grey. Orientation tags are
+    ignored.
 
     :raises BadEncoding: for another format, or data that are not of the format named.
     :raises BadSize: when the file is cut off, or its size is zero or beyond the limit.
     """
     data = bytes(message.data)
     named = _format_named(stream, str(message.format))
-    found = 'jpeg' if data.startswith(_JPEG_START) else 'png' if data.startswith(_PNG_START) else ''
+    found = (
+        'jpeg' if data.startswith(_JPEG_START) else 'png' if data.startswith(_PNG_START) else ''
+    )
     if not found or named not in ('', found):
         raise BadEncoding(
-            f'{stream} says format {message.format!r}, its data begin with {data[:8].hex() or "nothing"}; '
+            f'{stream} says format {message.format!r}, its data begin with '
+            f'{data[:8].hex() or "nothing"}; '
             'publish JPEG or PNG and name it'
         )
     whole = data.rstrip(b'\0').endswith(_JPEG_END) if found == 'jpeg' else data.endswith(_PNG_END)
     if not whole:
-        raise BadSize(f'{stream} is a {found} file cut off after {len(data)} bytes; check the transport')
+        raise BadSize(
+            f'{stream} is a {found} file cut off after {len(data)} bytes; check the transport'
+        )
     height, width = _jpeg_size(data, stream) if found == 'jpeg' else _png_size(data, stream)
     _check_pixels(stream, height, width, max_pixels)
     try:
@@ -90,7 +98,9 @@ def decode_compressed(message: Any, *, stream: str, max_pixels: int = MAX_PIXELS
     except cv2.error:
         decoded = None
     if decoded is None or decoded.shape != (height, width, 3) or decoded.dtype != np.uint8:
-        raise BadEncoding(f'{stream} is a damaged {found} file of {len(data)} bytes; check the publisher')
+        raise BadEncoding(
+            f'{stream} is a damaged {found} file of {len(data)} bytes; check the publisher'
+        )
     return cv2.cvtColor(decoded, cv2.COLOR_BGR2RGB)
 
 
@@ -107,7 +117,8 @@ def fit_view(
         return image
     if resize == 'refuse':
         raise BadSize(
-            f'{stream} is {image.shape[1]}x{image.shape[0]}, the policy takes {width}x{height}; insert '
+            f'{stream} is {image.shape[1]}x{image.shape[0]}, the policy takes {width}x{height}; '
+            'insert '
             'image_proc resize_node or set image_resize to letterbox'
         )
     from flashrt_core.policies.preprocess import letterbox
@@ -118,7 +129,8 @@ def fit_view(
 def _check_pixels(stream: str, height: int, width: int, max_pixels: int) -> None:
     if height < 1 or width < 1 or height * width > max_pixels:
         raise BadSize(
-            f'{stream} is {width}x{height} pixels; give 1 to {max_pixels} pixels, e.g. by image_proc resize_node'
+            f'{stream} is {width}x{height} pixels; give 1 to {max_pixels} pixels, e.g. by '
+            'image_proc resize_node'
         )
 
 
@@ -127,7 +139,7 @@ def _unknown_encoding(stream: str, encoding: str) -> str:
     if lower.startswith('bayer'):
         remedy = 'insert image_proc debayer_node'
     elif lower in ('mono16', '16uc1', '32fc1'):
-        remedy = 'it looks like depth or raw data; insert image_proc or depth_image_proc and publish mono8'
+        remedy = 'this is depth or raw data; insert image_proc or depth_image_proc and publish mono8'
     elif lower.startswith(('yuv', 'uyvy', 'yuyv', 'nv12', 'nv21', 'nv24')):
         remedy = 'set the camera driver to rgb8, or insert its image format converter'
     elif lower.startswith('8uc'):
@@ -147,7 +159,8 @@ def _format_named(stream: str, text: str) -> str:
         if not lower.strip():
             return ''
     raise BadEncoding(
-        f'{stream} has format {text!r}, decoded are jpeg and png; insert image_transport republish to raw or jpeg'
+        f'{stream} has format {text!r}, decoded are jpeg and png; insert image_transport '
+        'republish to raw or jpeg'
     )
 
 
@@ -157,7 +170,8 @@ def _png_size(data: bytes, stream: str) -> tuple[int, int]:
     width, height, depth = struct.unpack('>IIB', data[16:25])
     if depth > 8:
         raise BadEncoding(
-            f'{stream} is a PNG file of {depth} bits; it is not cut to 8 silently; publish 8 bit images'
+            f'{stream} is a PNG file of {depth} bits; it is not cut to 8 silently; publish 8 bit '
+            'images'
         )
     return height, width
 
@@ -172,9 +186,9 @@ def _jpeg_size(data: bytes, stream: str) -> tuple[int, int]:
             at += 1
             continue
         if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
-            height, width = struct.unpack('>HH', data[at + 5:at + 9])
+            height, width = struct.unpack('>HH', data[at + 5 : at + 9])
             return height, width
         if marker in (0xD9, 0xDA):
             break
-        at += 2 + int.from_bytes(data[at + 2:at + 4], 'big')
+        at += 2 + int.from_bytes(data[at + 2 : at + 4], 'big')
     raise BadEncoding(f'{stream} is a JPEG file without a frame header; check the publisher')

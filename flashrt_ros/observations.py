@@ -1,6 +1,7 @@
 """Whether observations may be used: order, age, future stamps and skew between streams.
 
-Ages are ROS time minus header stamp, in nanoseconds inside and seconds outside. Nothing here keeps data.
+Ages are ROS time minus header stamp, in nanoseconds inside and seconds outside. Nothing here keeps
+data.
 """
 
 from collections.abc import Mapping
@@ -57,8 +58,9 @@ class StreamVerdict:
 class ObservationWatch:
     """Keeps the newest accepted stamp of each stream and judges what a tick is about to use.
 
-    A message older than the newest of its stream can never be the fresher one, and stamps too far ahead never
-    move the mark; so dropping them needs no recovery other than :meth:`clear` after a jump of the clock.
+    A message older than the newest of its stream can never be the fresher one, and stamps too far
+    ahead never move the mark; so dropping them needs no recovery other than :meth:`clear` after a
+    jump of the clock.
     """
 
     def __init__(
@@ -71,7 +73,8 @@ class ObservationWatch:
     ) -> None:
         """Set the limits.
 
-        :param max_age_s: per stream the policy needs (``joint_states``, ``images/<view>``), in seconds.
+        :param max_age_s: per stream the policy needs (``joint_states``, ``images/<view>``), in
+            seconds.
         :param max_skew_s: largest distance between the oldest and the newest stream of one tick.
         :param future_tolerance_s: how far a stamp may lie ahead of ROS time.
         :raises ConfigError: when a limit is not positive (tolerance: negative).
@@ -103,7 +106,8 @@ class ObservationWatch:
 
         :raises ObservationStale: older than the newest of the stream; drop the message.
         :raises ObservationFuture: too far ahead of ROS time; drop the message.
-        :raises ObservationMissing: ROS time is not ready, so no stamp can be judged; drop the message.
+        :raises ObservationMissing: ROS time is not ready, so no stamp can be judged; drop the
+            message.
         """
         if not now.ready:
             self._counters.add('clock_not_ready')
@@ -116,7 +120,8 @@ class ObservationWatch:
             if stamp_ns < newest:
                 self._counters.add('observations_out_of_order')
                 raise ObservationStale(
-                    f'{stream} is stamped {(newest - stamp_ns) / 1e9:.3f} s before the one already held; it is '
+                    f'{stream} is stamped {(newest - stamp_ns) / 1e9:.3f} s before the one '
+                    'already held; it is '
                     'dropped; let one publisher stamp in order'
                 )
             self._newest_ns[stream] = stamp_ns
@@ -130,7 +135,7 @@ class ObservationWatch:
     def judge(
         self, stamps_ns: Mapping[str, int | None], now: RosReading
     ) -> tuple[StreamVerdict, ...]:
-        """Judge the messages a tick is about to use, one verdict per stream in :attr:`streams`' order.
+        """Judge the messages a tick is about to use: a verdict per stream, in order.
 
         Counts what is not ok. Tick side; keeps no state.
 
@@ -138,15 +143,22 @@ class ObservationWatch:
         """
         verdicts = []
         usable = [
-            stamp for name in self._max_age_ns
-            if (stamp := stamps_ns.get(name)) is not None and stamp - now.now_ns <= self._tolerance_ns
+            stamp
+            for name in self._max_age_ns
+            if (stamp := stamps_ns.get(name)) is not None
+            and stamp - now.now_ns <= self._tolerance_ns
         ]
         newest = max(usable, default=0)
         for stream, max_age in self._max_age_ns.items():
             stamp = stamps_ns.get(stream)
             if not now.ready or stamp is None:
-                message = _not_ready(stream) if not now.ready else (
-                    f'{stream} has sent nothing yet; check that its publisher runs and the topic is remapped'
+                message = (
+                    _not_ready(stream)
+                    if not now.ready
+                    else (
+                        f'{stream} has sent nothing yet; check that its publisher runs and the '
+                        'topic is remapped'
+                    )
                 )
                 if not now.ready:
                     self._counters.add('clock_not_ready')
@@ -158,9 +170,14 @@ class ObservationWatch:
             elif age > max_age:
                 kind, message = 'stale', _stale(stream, stamp, age, max_age)
             elif newest - stamp > self._max_skew_ns:
-                kind, message = 'skewed', (
-                    f'{stream} lies {(newest - stamp) / 1e9:.3f} s behind the newest stream, the limit is '
-                    f'{self._max_skew_ns / 1e9:.3f} s; synchronise the sensors or raise max_skew_s'
+                kind, message = (
+                    'skewed',
+                    (
+                        f'{stream} lies {(newest - stamp) / 1e9:.3f} s behind the newest stream, '
+                        'the limit is '
+                        f'{self._max_skew_ns / 1e9:.3f} s; synchronise the sensors or raise '
+                        'max_skew_s'
+                    ),
                 )
             else:
                 verdicts.append(StreamVerdict(stream, stamp, age / 1e9, 'ok', ''))
@@ -176,7 +193,8 @@ class ObservationWatch:
 
     def _future(self, stream: str, stamp_ns: int, now_ns: int) -> str:
         return (
-            f'{stream} is stamped {(stamp_ns - now_ns) / 1e9:.3f} s ahead of ROS time, the tolerance is '
+            f'{stream} is stamped {(stamp_ns - now_ns) / 1e9:.3f} s ahead of ROS time, the '
+            'tolerance is '
             f'{self._tolerance_ns / 1e9:.3f} s; use one time base (use_sim_time) on both sides'
         )
 
@@ -191,7 +209,8 @@ def first_error(verdicts: tuple[StreamVerdict, ...]) -> ObservationError | None:
 
 def _not_ready(stream: str) -> str:
     return (
-        f'{stream} cannot be judged while simulated time is zero; start the publisher of /clock or set '
+        f'{stream} cannot be judged while simulated time is zero; start the publisher of /clock '
+        'or set '
         'use_sim_time to false'
     )
 
@@ -200,6 +219,7 @@ def _stale(stream: str, stamp_ns: int, age_ns: int, max_age_ns: int) -> str:
     if stamp_ns == 0:
         return f'{stream} has a zero stamp; let its driver fill header.stamp'
     return (
-        f'{stream} is {age_ns / 1e9:.3f} s old, the limit is {max_age_ns / 1e9:.3f} s; check the sensor, its '
+        f'{stream} is {age_ns / 1e9:.3f} s old, the limit is {max_age_ns / 1e9:.3f} s; check the '
+        'sensor, its '
         'rate and its clock'
     )

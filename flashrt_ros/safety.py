@@ -1,7 +1,8 @@
-"""What stands between a chunk and the robot: the guard of whole chunks and the limiter of single steps.
+"""Between a chunk and the robot: the guard of whole chunks, the limiter of single steps.
 
-Pure: nothing sleeps, nothing touches ROS or the GPU. The checks of what comes in are in observations.py and
-subgoals.py, the decision whether actions leave at all is in hold.py. This is no safety-rated stop.
+Pure: nothing sleeps, nothing touches ROS or the GPU. The checks of what comes in are in
+observations.py and subgoals.py, the decision whether actions leave at all is in hold.py. This is
+no safety-rated stop.
 """
 
 from dataclasses import dataclass
@@ -44,7 +45,8 @@ class ActionGuard:
     def __init__(self, embodiment: Embodiment, *, limits: str, counters: Counters) -> None:
         """Bind to a robot.
 
-        :param limits: ``clamp`` moves targets into the limits and counts, ``reject`` refuses the chunk.
+        :param limits: ``clamp`` moves targets into the limits and counts, ``reject`` refuses the
+            chunk.
         :raises ConfigError: for another word.
         """
         if limits not in ('clamp', 'reject'):
@@ -71,8 +73,8 @@ class ActionGuard:
 
         :param actions: float64 [horizon, joints].
         :param first_step: rows before it are past; only their finiteness is checked.
-        :param commanded: float64 [joints], the last command, which the first played row follows within one
-            step; None leaves the seam to the step limiter.
+        :param commanded: float64 [joints], the last command, which the first played row follows
+            within one step; None leaves the seam to the step limiter.
         :raises ActionNonFinite: NaN or infinity anywhere; see :attr:`must_latch`.
         :raises ActionOutOfLimits: a target beyond its position limits, when rejecting.
         :raises ActionJump: a step above max_step, when rejecting.
@@ -105,8 +107,10 @@ class ActionGuard:
             worst = int(np.argmax(beyond))
             joint = self._robot.joints[worst]
             raise ActionJump(
-                f'{joint.name} would begin {gap[worst]:.4f} {joint.unit} from its measured position '
-                f'{measured[worst]:.4f}, pose_gap is {joint.pose_gap}; move the robot nearer or call ~/reset'
+                f'{joint.name} would begin {gap[worst]:.4f} {joint.unit} from its measured '
+                'position '
+                f'{measured[worst]:.4f}, pose_gap is {joint.pose_gap}; move the robot nearer or '
+                'call ~/reset'
             )
 
     def _check_finite(self, actions: Vector) -> None:
@@ -118,7 +122,8 @@ class ActionGuard:
         self._counters.add('chunks_non_finite')
         step, joint = (int(at) for at in np.argwhere(bad)[0])
         raise ActionNonFinite(
-            f'action {step} of {self._robot.names[joint]} is {actions[step, joint]}; the whole chunk is '
+            f'action {step} of {self._robot.names[joint]} is {actions[step, joint]}; the whole '
+            'chunk is '
             'dropped; check the observation and the weights, then ~/reset'
         )
 
@@ -135,7 +140,8 @@ class ActionGuard:
             row, joint = (int(at) for at in np.argwhere(moves > step + tolerance)[0])
             raise ActionJump(
                 f'{self._robot.names[joint]} moves {moves[row, joint]:.4f} '
-                f'{self._robot.joints[joint].unit} in one step, max_step is {step[joint]:.4f}; retrain, raise '
+                f'{self._robot.joints[joint].unit} in one step, max_step is {step[joint]:.4f}; '
+                'retrain, raise '
                 'max_step or set limits to clamp'
             )
         limited, last = 0, path[0]
@@ -151,7 +157,8 @@ class ActionGuard:
         row, column = (int(at) for at in np.argwhere(outside)[0])
         joint = self._robot.joints[column]
         return (
-            f'{joint.name} target {played[row, column]:.4f} {joint.unit} lies outside {joint.minimum} to '
+            f'{joint.name} target {played[row, column]:.4f} {joint.unit} lies outside '
+            f'{joint.minimum} to '
             f'{joint.maximum}; retrain, correct the embodiment file or set limits to clamp'
         )
 
@@ -159,9 +166,9 @@ class ActionGuard:
 class StepLimiter:
     """Keeps each command within the step limit of the one before, whatever the target does.
 
-    The target is moved into the position limits first and the step limited after, so a robot found outside
-    its limits is led back at the allowed rate instead of jumping. Step thread only, except :meth:`rebase`
-    while the player is held.
+    The target is moved into the position limits first and the step limited after, so a robot found
+    outside its limits is led back at the allowed rate instead of jumping. Step thread only, except
+    :meth:`rebase` while the player is held.
     """
 
     def __init__(self, embodiment: Embodiment, counters: Counters) -> None:
@@ -189,7 +196,7 @@ class StepLimiter:
         return self._blending
 
     def rebase(self, measured: Vector, *, speed: float = 1.0) -> None:
-        """Start from the measured pose; the step limit is scaled by ``speed`` until the targets are reached.
+        """Start from the measured pose, with ``speed`` times the step limit until caught up.
 
         :raises ConfigError: when speed is not in (0, 1].
         """
@@ -207,7 +214,9 @@ class StepLimiter:
         :raises ActionNonFinite: when the target is not finite; the last command stays.
         """
         if self._command[0] != self._command[0]:
-            raise ActionJump('a command was asked before the measured pose was known; call rebase first')
+            raise ActionJump(
+                'a command was asked before the measured pose was known; call rebase first'
+            )
         np.clip(target, self._minimum, self._maximum, out=out)
         np.subtract(out, self._command, out=self._move)
         np.clip(self._move, -self._step, self._step, out=self._held_back)

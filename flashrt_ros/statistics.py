@@ -1,12 +1,13 @@
 """Counters and rings of samples that the step and tick threads write and diagnostics read.
 
-Recording allocates no array and takes at most one uncontended lock; percentiles are computed by the reader.
+Recording allocates no array and takes at most one uncontended lock; percentiles are computed by
+the reader.
 """
 
-import threading
 from collections.abc import Iterable
 from collections.abc import Mapping
 from dataclasses import dataclass
+import threading
 
 import numpy as np
 
@@ -38,7 +39,8 @@ class Ring:
         """Allocate the ring.
 
         :param capacity: samples kept.
-        :param warm_up: first samples that are not recorded (a first inference is not like the others).
+        :param warm_up: first samples that are not recorded (a first inference is not like the
+            others).
         :raises ConfigError: when a number is out of range.
         """
         if capacity < 1:
@@ -71,7 +73,7 @@ class Ring:
         return self._count
 
     def percentile(self, percent: float) -> float:
-        """Return one percentile (nearest rank) of the samples held; 0.0 while empty. Any thread."""
+        """Return one percentile (nearest rank) of what is held; 0.0 while empty. Any thread."""
         with self._scratch_lock:
             ordered = self._ordered()
             return float(ordered[_rank(percent, len(ordered))]) if len(ordered) else 0.0
@@ -106,7 +108,7 @@ def _rank(percent: float, held: int) -> int:
 
 
 class Histogram:
-    """Counts of samples per bucket; bucket i holds values below ``edges[i]``, the last all others."""
+    """Counts per bucket; bucket i holds values below ``edges[i]``, the last all others."""
 
     def __init__(self, edges: Iterable[float]) -> None:
         """Allocate the buckets.
@@ -116,7 +118,9 @@ class Histogram:
         """
         self.edges = tuple(float(edge) for edge in edges)
         if not self.edges or any(b <= a for a, b in zip(self.edges, self.edges[1:], strict=False)):
-            raise ConfigError(f'histogram edges are {self.edges}; give strictly increasing numbers')
+            raise ConfigError(
+                f'histogram edges are {self.edges}; give strictly increasing numbers'
+            )
         self._counts = [0] * (len(self.edges) + 1)
 
     def record(self, value: float) -> None:
@@ -140,7 +144,7 @@ class Histogram:
 
 
 class Counters:
-    """Named counts that only grow; every name is declared, so a misspelt one fails in the first test."""
+    """Named counts that only grow; names are declared, so that a misspelt one fails."""
 
     def __init__(self, names: Iterable[str] = ()) -> None:
         """Start all names at zero."""
@@ -174,9 +178,7 @@ class Counters:
 class StageTimes:
     """One ring of microseconds per named stage of a tick or step."""
 
-    def __init__(
-        self, stages: Iterable[str], capacity: int = 4096, *, warm_up: int = 0
-    ) -> None:
+    def __init__(self, stages: Iterable[str], capacity: int = 4096, *, warm_up: int = 0) -> None:
         """Allocate a ring per stage; parameters as in :class:`Ring`."""
         self._rings = {stage: Ring(capacity, warm_up=warm_up) for stage in stages}
 

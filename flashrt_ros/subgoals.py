@@ -1,6 +1,7 @@
-"""The executor's input slot for subgoals: sequence high-water mark, episode check, what the next tick latches.
+"""The executor's input slot for subgoals: sequence marks, episode check, what a tick latches.
 
-The marks live on the host, only grow, and are never restored; the latched subgoal itself is in the capsule.
+The marks live on the host, only grow, and are never restored; the latched subgoal itself is in the
+capsule.
 """
 
 from collections.abc import Sequence
@@ -38,8 +39,8 @@ class Subgoal:
 class SubgoalSlot:
     """One slot: the newest accepted subgoal, until a committed tick has latched it.
 
-    Writers are service and subscription callbacks, the reader is the tick side; each call swaps or reads one
-    immutable object under a lock, so a tick never sees half a subgoal.
+    Writers are service and subscription callbacks, the reader is the tick side; each call swaps or
+    reads one immutable object under a lock, so a tick never sees half a subgoal.
     """
 
     def __init__(self, *, max_tokens: int, vocabulary: int, counters: Counters) -> None:
@@ -51,7 +52,8 @@ class SubgoalSlot:
         """
         if max_tokens < 1 or vocabulary < 1:
             raise ConfigError(
-                f'subgoal slot of {max_tokens} tokens over {vocabulary} ids; both must be at least 1'
+                f'subgoal slot of {max_tokens} tokens over {vocabulary} ids; both must be at '
+                'least 1'
             )
         counters.declare(COUNTERS)
         self._max_tokens = max_tokens
@@ -90,14 +92,16 @@ class SubgoalSlot:
         :param episode: must be the current one; 0 means the current one.
         :param tokens: token ids, tokenised by the caller when the message had only text.
         :param now_ns: steady time.
-        :raises SubgoalRefused: duplicate, out of order, other episode, too long, unknown id, bad deadline.
+        :raises SubgoalRefused: duplicate, out of order, other episode, too long, unknown id, bad
+            deadline.
         """
         ids = tuple(int(token) for token in tokens)
         self._check_content(ids, deadline_s)
         if episode not in (0, current_episode):
             self._counters.add('subgoals_wrong_episode')
             raise SubgoalRefused(
-                f'subgoal {sequence} is for episode {episode}, the current one is {current_episode}; plan '
+                f'subgoal {sequence} is for episode {episode}, the current one is '
+                f'{current_episode}; plan '
                 'again from the current episode'
             )
         with self._lock:
@@ -106,7 +110,8 @@ class SubgoalSlot:
                 again = number == self._requested
                 self._counters.add('subgoals_duplicate' if again else 'subgoals_out_of_order')
                 raise SubgoalRefused(
-                    f'subgoal sequence {number} {"was accepted already" if again else "is out of order"}, the '
+                    f'subgoal sequence {number} '
+                    f'{"was accepted already" if again else "is out of order"}, the '
                     f'newest is {self._requested}; send a higher one, or 0 to have it numbered'
                 )
             accepted = Subgoal(
@@ -139,7 +144,7 @@ class SubgoalSlot:
                 self._newest = None
 
     def overdue(self, now_ns: int) -> bool:
-        """Whether the newest subgoal's deadline has passed without a newer one. Any thread, steady time."""
+        """Whether the newest subgoal's deadline has passed. Any thread, steady time."""
         newest = self._newest
         if newest is None or newest.deadline_s <= 0:
             return False
@@ -153,8 +158,9 @@ class SubgoalSlot:
             problem = f'has {len(ids)} tokens, the slot takes {self._max_tokens}; shorten it'
         elif min(ids) < 0 or max(ids) >= self._vocabulary:
             problem = (
-                f'has token ids from {min(ids)} to {max(ids)}, the vocabulary is 0..{self._vocabulary - 1}; use '
-                'the policy\'s tokenizer'
+                f'has token ids from {min(ids)} to {max(ids)}, the vocabulary is '
+                f'0..{self._vocabulary - 1}; use '
+                "the policy's tokenizer"
             )
         elif not 0 <= deadline_s < 86400:
             problem = f'has deadline_s {deadline_s}; give 0 (never) to 86400'
