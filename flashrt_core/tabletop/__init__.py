@@ -1,13 +1,28 @@
 """The built-in robot: a planar arm over coloured blocks and zones, seen by two cameras."""
 
-from flashrt_core.tabletop.commands import CommandPlayer, read_points
-from flashrt_core.tabletop.expert import Expert, expert_action
-from flashrt_core.tabletop.filmstrip import draw_filmstrip, encode_png, write_filmstrip
-from flashrt_core.tabletop.kinematics import HOME, JOINT_NAMES, forward, inverse
-from flashrt_core.tabletop.scene import VIEWS, render_state
-from flashrt_core.tabletop.state import COLOURS, VECTOR_SIZE, WorldState
-from flashrt_core.tabletop.tasks import Goal, format_task, goal_reached, parse_task, task_solved
-from flashrt_core.tabletop.world import CONTROL_PERIOD_S, World
+from flashrt_core.tabletop.commands import CommandPlayer
+from flashrt_core.tabletop.commands import read_points
+from flashrt_core.tabletop.expert import Expert
+from flashrt_core.tabletop.expert import expert_action
+from flashrt_core.tabletop.filmstrip import draw_filmstrip
+from flashrt_core.tabletop.filmstrip import encode_png
+from flashrt_core.tabletop.filmstrip import write_filmstrip
+from flashrt_core.tabletop.kinematics import forward
+from flashrt_core.tabletop.kinematics import HOME
+from flashrt_core.tabletop.kinematics import inverse
+from flashrt_core.tabletop.kinematics import JOINT_NAMES
+from flashrt_core.tabletop.scene import render_state
+from flashrt_core.tabletop.scene import VIEWS
+from flashrt_core.tabletop.state import COLOURS
+from flashrt_core.tabletop.state import VECTOR_SIZE
+from flashrt_core.tabletop.state import WorldState
+from flashrt_core.tabletop.tasks import format_task
+from flashrt_core.tabletop.tasks import Goal
+from flashrt_core.tabletop.tasks import goal_reached
+from flashrt_core.tabletop.tasks import parse_task
+from flashrt_core.tabletop.tasks import task_solved
+from flashrt_core.tabletop.world import CONTROL_PERIOD_S
+from flashrt_core.tabletop.world import World
 
 __all__ = [
     'COLOURS',

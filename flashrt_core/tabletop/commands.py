@@ -1,15 +1,19 @@
 """From commands with a life of their own to one joint target per control period.
 
-A command is one point (stream: go there now) or several with times (chunk: play them). When commands fall
-silent the arm holds where it is; the gripper keeps its last target, so that a hold drops nothing.
+A command is one point (stream: go there now) or several with times (chunk: play them). When
+commands fall silent the arm holds where it is; the gripper keeps its last target, so that a hold
+drops nothing.
 """
 
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
+from numpy.typing import NDArray
 
-from flashrt_core.errors import ActionNonFinite, BadJoints, BadSize
+from flashrt_core.errors import ActionNonFinite
+from flashrt_core.errors import BadJoints
+from flashrt_core.errors import BadSize
 from flashrt_core.tabletop.kinematics import JOINT_NAMES
 
 MAX_POINTS = 4096
@@ -17,7 +21,8 @@ _GRIPPER = JOINT_NAMES.index('gripper')
 
 
 def read_points(names: Sequence[str], positions: ArrayLike) -> NDArray[np.float64]:
-    """Return positions ``[points, joints]`` in the order of ``JOINT_NAMES`` for names in any order.
+    """Return positions ``[points, joints]`` in the order of ``JOINT_NAMES`` for names in any
+    order.
 
     :raises BadJoints: names missing, unknown or repeated.
     :raises BadSize: no points, too many, or rows of another length than the names.
@@ -45,8 +50,9 @@ def read_points(names: Sequence[str], positions: ArrayLike) -> NDArray[np.float6
 
 
 class CommandPlayer:
-    """Plays the newest command; one thread, or under the caller's lock. ``now_s`` is any clock that never
-    goes back: steady time, or simulated time in lock-step."""
+    """Plays the newest command; one thread, or under the caller's lock. ``now_s`` is any clock
+    that never goes back: steady time, or simulated time in lock-step.
+    """
 
     def __init__(self, hold_after_s: float) -> None:
         """Hold when nothing is to be played for ``hold_after_s``."""
@@ -77,7 +83,8 @@ class CommandPlayer:
         """Replace what is being played.
 
         :param points: float64 ``[points, 4]`` from ``read_points``.
-        :param times_s: of the points after ``start_s``, strictly increasing; of no account for one point.
+        :param times_s: of the points after ``start_s``, strictly increasing; of no account for one
+            point.
         :param measured: joints now, float64 ``[4]``, from which a chunk begins.
         :raises BadSize: times that do not increase, are not finite, or are not one per point.
         :raises BadJoints: a chunk whose last point has passed already.
@@ -98,8 +105,8 @@ class CommandPlayer:
                 )
             if start_s + times[-1] < now_s:
                 raise BadJoints(
-                    f'command ended {now_s - start_s - times[-1]:.3f} s ago; send it in time, or with a '
-                    f'zero stamp to start now'
+                    f'command ended {now_s - start_s - times[-1]:.3f} s ago; send it in time, '
+                    f'or with a zero stamp to start now'
                 )
             times = start_s + times
             first = self.target(now_s, measured) if self._points is not None else measured
@@ -112,7 +119,8 @@ class CommandPlayer:
     def target(self, now_s: float, measured: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the joint target now, float64 ``[4]``; linear between the points of a chunk.
 
-        After ``hold_after_s`` of silence since the last point it stays where the arm was measured then.
+        After ``hold_after_s`` of silence since the last point it stays where the arm was measured
+        then.
         """
         if self._held_at is None and (
             self._points is None or now_s - self._quiet_from > self.hold_after_s

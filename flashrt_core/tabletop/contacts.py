@@ -1,11 +1,12 @@
-"""Contacts in the plane: square blocks against fingers (discs), against each other and the tray's rim.
+"""Contacts in the plane: square blocks against fingers (discs), against each other and the tray's
+rim.
 
-Quasi-static: whoever overlaps is moved apart by the shortest way, nothing slides on. A block is a mutable
-``[x, y, angle]`` list in metres and rad; all blocks have the same side.
+Quasi-static: whoever overlaps is moved apart by the shortest way, nothing slides on. A block is a
+mutable ``[x, y, angle]`` list in metres and rad; all blocks have the same side.
 """
 
-import math
 from collections.abc import Sequence
+import math
 
 from flashrt_core.tabletop.state import BLOCK_SIDE_M
 
@@ -21,7 +22,9 @@ Disc = tuple[float, float, float]  # x, y, radius
 
 
 def disc_overlap(block: Block, disc: Disc) -> tuple[float, float, float]:
-    """Return how deep a disc lies in a block and the direction the block must move, ``(depth, nx, ny)``."""
+    """Return how deep a disc lies in a block and the direction the block must move, ``(depth, nx,
+    ny)``.
+    """
     x, y, radius = disc
     dx, dy = x - block[0], y - block[1]
     if dx * dx + dy * dy > (_REACH / 2 + radius) ** 2:
@@ -85,10 +88,11 @@ def keep_in_tray(block: Block) -> None:
 
 
 def settle(blocks: Sequence[Block], discs: Sequence[Disc] = (), free: Sequence[int] = ()) -> float:
-    """Push blocks apart, out of the discs and into the tray; return the overlap that is left, in metres.
+    """Push blocks apart, out of the discs and into the tray; return the overlap that is left, in
+    metres.
 
-    :param free: indices of blocks that the discs do not touch.
-    A left-over is a block squeezed between a disc and the rim: the caller then takes the disc back.
+    :param free: indices of blocks that the discs do not touch. A left-over is a block squeezed
+        between a disc and the rim: the caller then takes the disc back.
     """
     for _ in range(_PASSES):
         for index, block in enumerate(blocks):

@@ -1,20 +1,26 @@
 """A scripted teacher: what to command now, read off the present state alone.
 
-``expert_action`` keeps no memory, so it can label any state, also those another policy went to, and it
-recovers from a slipped block, a missed grasp or a displaced arm by seeing them.
+``expert_action`` keeps no memory, so it can label any state, also those another policy went to,
+and it recovers from a slipped block, a missed grasp or a displaced arm by seeing them.
 """
 
-import math
 from collections.abc import Sequence
+import math
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flashrt_core.errors import ActionOutOfLimits
 from flashrt_core.tabletop import kinematics
-from flashrt_core.tabletop.state import IN_ZONE_M, ZONE_RADIUS_M, WorldState
-from flashrt_core.tabletop.tasks import Goal, goal_reached
-from flashrt_core.tabletop.world import FINGER_RADIUS_M, HOLD_GRIPPER, OPEN_WIDTH_M, World
+from flashrt_core.tabletop.kinematics import FINGER_RADIUS_M
+from flashrt_core.tabletop.kinematics import OPEN_WIDTH_M
+from flashrt_core.tabletop.state import IN_ZONE_M
+from flashrt_core.tabletop.state import WorldState
+from flashrt_core.tabletop.state import ZONE_RADIUS_M
+from flashrt_core.tabletop.tasks import Goal
+from flashrt_core.tabletop.tasks import goal_reached
+from flashrt_core.tabletop.world import HOLD_GRIPPER
+from flashrt_core.tabletop.world import World
 
 _OVER_M = 0.007  # close enough to close or open the fingers
 _LEAD_AT_REST_RAD = 0.03  # how far a target runs ahead of the measured joints ...
@@ -42,7 +48,8 @@ class Expert:
 def expert_action(state: WorldState, goals: Sequence[Goal]) -> NDArray[np.float64]:
     """Return the joint target, float64 ``[4]``, that works on the first goal not reached yet.
 
-    With all goals reached the arm opens, rises and goes home, holding on to a block it was to pick up.
+    With all goals reached the arm opens, rises and goes home, holding on to a block it was to pick
+    up.
     """
     for goal in goals:
         if goal_reached(goal, state):
@@ -124,7 +131,7 @@ def _finger_room(state: WorldState, block: int, x: float, y: float, yaw: float) 
 
 
 def _free_spot(state: WorldState, block: int, zone: int) -> tuple[float, float]:
-    """Return the point in the zone furthest from other blocks; its centre where nothing is near."""
+    """Return the point in the zone furthest from other blocks, its centre if none is near."""
     x, y = state.zones[zone].tolist()
     others = [b[:2] for index, b in enumerate(state.blocks.tolist()) if index != block]
     near = [other for other in others if math.dist(other, (x, y)) < 2 * ZONE_RADIUS_M]
@@ -139,7 +146,7 @@ def _free_spot(state: WorldState, block: int, zone: int) -> tuple[float, float]:
 
 
 def _reach(x: float, y: float) -> Joints:
-    """Return joints for a point, pulled towards the middle of the table where it is out of reach."""
+    """Return joints for a point, pulled towards the middle of the table if out of reach."""
     for pull in (0.0, 0.1, 0.2, 0.4, 0.8):
         try:
             return kinematics.inverse(x + pull * (0.42 - x), y - pull * y)
@@ -149,7 +156,9 @@ def _reach(x: float, y: float) -> Joints:
 
 
 def _towards(state: WorldState, goal: Sequence[float]) -> Joints:
-    """Return a target on the straight joint path to ``goal``, ahead of the arm by what it can follow."""
+    """Return a target on the straight joint path to ``goal``, ahead of the arm by what it can
+    follow.
+    """
     here = state.joints[:3].tolist()
     errors = [aim - at for aim, at in zip(goal, here, strict=True)]
     longest = max(abs(error) for error in errors)

@@ -1,4 +1,6 @@
-"""A run as one picture: states side by side, evenly spaced in time, drawn by the cameras' own code."""
+"""A run as one picture: states side by side, evenly spaced in time, drawn by the cameras' own
+code.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +29,8 @@ def draw_filmstrip(
     size: int = 160,
     captions: Sequence[str] | None = None,
 ) -> NDArray[np.uint8]:
-    """Return the strip as RGB uint8 ``[height, width, 3]``, one row per view, one column per frame.
+    """Return the strip as RGB uint8 ``[height, width, 3]``, one row per view, one column per
+    frame.
 
     :param states: in time order; ``frames`` of them are taken, the first and the last always.
     :param captions: one per state, below its column; by default its time, one step being 20 ms.

@@ -1,12 +1,12 @@
 """The arm: three joints in a plane seen from above, and a gripper.
 
-Frame as in REP-103: x forward, y left, angles counter-clockwise, metres and radians. Joint order everywhere
-is ``JOINT_NAMES``; the gripper runs from 0 (open) to 1 (closed). The elbow bends one way only, so a tool pose
-has one solution.
+Frame as in REP-103: x forward, y left, angles counter-clockwise, metres and radians. Joint order
+everywhere is ``JOINT_NAMES``; the gripper runs from 0 (open) to 1 (closed). The elbow bends one
+way only, so a tool pose has one solution.
 """
 
-import math
 from collections.abc import Sequence
+import math
 from typing import NamedTuple
 
 from flashrt_core.errors import ActionOutOfLimits
@@ -17,6 +17,8 @@ LOWER_LIMITS = (-2.2, 0.0, -2.4, 0.0)  # rad, rad, rad, 1
 UPPER_LIMITS = (2.2, 2.9, 1.6, 1.0)
 MAX_VELOCITIES = (1.6, 1.6, 2.0, 3.0)  # per second
 MAX_ACCELERATIONS = (16.0, 16.0, 20.0, 40.0)  # per second squared
+OPEN_WIDTH_M = 0.12  # between the fingers at gripper 0; nothing at gripper 1
+FINGER_RADIUS_M = 0.008
 
 
 class ToolPose(NamedTuple):

@@ -5,15 +5,14 @@ import math
 import numpy as np
 
 from flashrt_core.errors import ParameterInvalid
-from flashrt_core.tabletop.contacts import TRAY_X_M, TRAY_Y_M
+from flashrt_core.tabletop.contacts import TRAY_X_M
+from flashrt_core.tabletop.contacts import TRAY_Y_M
 from flashrt_core.tabletop.kinematics import HOME
-from flashrt_core.tabletop.state import (
-    COLOURS,
-    MAX_BLOCKS,
-    MAX_ZONES,
-    ZONE_RADIUS_M,
-    WorldState,
-)
+from flashrt_core.tabletop.state import COLOURS
+from flashrt_core.tabletop.state import MAX_BLOCKS
+from flashrt_core.tabletop.state import MAX_ZONES
+from flashrt_core.tabletop.state import WorldState
+from flashrt_core.tabletop.state import ZONE_RADIUS_M
 from flashrt_core.tabletop.tasks import Goal
 
 _BLOCK_MARGIN_M = 0.05

@@ -1,13 +1,14 @@
 """Cameras: a world state drawn with OpenCV, the same pixels for the same state.
 
-'top' looks straight down at the whole table, base below, x up. 'wrist' looks down past the fingers, the tool
-pointing up. Shapes are anti-aliased polygons with sub-pixel corners; shadows are soft and fall to the lower right.
+'top' looks straight down at the whole table, base below, x up. 'wrist' looks down past the
+fingers, the tool pointing up. Shapes are anti-aliased polygons with sub-pixel corners; shadows are
+soft and fall to the lower right.
 """
 
-import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+import functools
+import math
 
 import cv2
 import numpy as np
@@ -15,8 +16,13 @@ from numpy.typing import NDArray
 
 from flashrt_core.errors import ParameterInvalid
 from flashrt_core.tabletop import kinematics
-from flashrt_core.tabletop.contacts import HALF, TRAY_X_M, TRAY_Y_M
-from flashrt_core.tabletop.state import ZONE_RADIUS_M, WorldState
+from flashrt_core.tabletop.contacts import HALF
+from flashrt_core.tabletop.contacts import TRAY_X_M
+from flashrt_core.tabletop.contacts import TRAY_Y_M
+from flashrt_core.tabletop.kinematics import FINGER_RADIUS_M
+from flashrt_core.tabletop.kinematics import OPEN_WIDTH_M
+from flashrt_core.tabletop.state import WorldState
+from flashrt_core.tabletop.state import ZONE_RADIUS_M
 
 VIEWS = ('top', 'wrist')
 MIN_SIZE, MAX_SIZE = 16, 2048
@@ -273,8 +279,6 @@ def _draw_arm(image: Image, camera: Camera, state: WorldState, links: list[Point
 
 def _finger_outlines(state: WorldState, tool: kinematics.ToolPose) -> list[Points]:
     """Return left finger, right finger and palm."""
-    from flashrt_core.tabletop.world import FINGER_RADIUS_M, OPEN_WIDTH_M
-
     cos, sin = math.cos(tool.yaw), math.sin(tool.yaw)
     side = 0.5 * (1.0 - float(state.joints[3])) * OPEN_WIDTH_M + FINGER_RADIUS_M
 

@@ -4,14 +4,16 @@
 ``goal := "put the C block in the C zone" | "pick up the C block" | "go home"``
 """
 
+from dataclasses import dataclass
 import math
 import re
-from dataclasses import dataclass
 from typing import Literal
 
 from flashrt_core.errors import ParameterInvalid
 from flashrt_core.tabletop.kinematics import HOME
-from flashrt_core.tabletop.state import COLOURS, IN_ZONE_M, WorldState
+from flashrt_core.tabletop.state import COLOURS
+from flashrt_core.tabletop.state import IN_ZONE_M
+from flashrt_core.tabletop.state import WorldState
 
 _PUT = re.compile(r'put the (\w+) block in the (\w+) zone')
 _PICK = re.compile(r'pick up the (\w+) block')
@@ -22,7 +24,9 @@ _EXAMPLE = '"put the red block in the blue zone, then go home"'
 
 @dataclass(frozen=True)
 class Goal:
-    """One part of a task; ``block`` and ``zone`` are colour names, empty where the verb takes none."""
+    """One part of a task; ``block`` and ``zone`` are colour names, empty where the verb takes
+    none.
+    """
 
     verb: Literal['put', 'pick', 'home']
     block: str = ''
@@ -70,8 +74,8 @@ def check_task(goals: tuple[Goal, ...], state: WorldState) -> None:
 def goal_reached(goal: Goal, state: WorldState) -> bool:
     """Say whether one goal holds in this state.
 
-    put: the block lies in the zone and is not held. pick: it is held and lifted. home: every joint is
-    within 0.06 rad of home and the gripper is open.
+    put: the block lies in the zone and is not held. pick: it is held and lifted. home: every joint
+    is within 0.06 rad of home and the gripper is open.
     """
     if goal.verb == 'home':
         near = all(

@@ -1,30 +1,41 @@
-"""The built-in robot: an arm over a tray of coloured blocks and zones, one control period at a time.
+"""The built-in robot: an arm over a tray of coloured blocks and zones, stepped by control periods.
 
-Joints are position servos with a velocity and an acceleration limit. To close the gripper is to lower it:
-open fingers pass above the blocks, closing ones come down beside a block and take hold of it, a held block is
-lifted and passes above the others, opening drops it. Closed empty fingers push what they meet.
+Joints are position servos with a velocity and an acceleration limit. To close the gripper is to
+lower it: open fingers pass above the blocks, closing ones come down beside a block and take hold
+of it, a held block is lifted and passes above the others, opening drops it. Closed empty fingers
+push what they meet.
 
 Scalar float64 arithmetic in a fixed order: the same seed and targets give the same bits.
 """
 
-import math
 from collections.abc import Sequence
+import math
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
+from numpy.typing import NDArray
 
-from flashrt_core.errors import ActionNonFinite, BadJoints, ParameterInvalid
+from flashrt_core.errors import ActionNonFinite
+from flashrt_core.errors import BadJoints
+from flashrt_core.errors import ParameterInvalid
 from flashrt_core.tabletop import kinematics
-from flashrt_core.tabletop.contacts import Block, Disc, settle
+from flashrt_core.tabletop.contacts import Block
+from flashrt_core.tabletop.contacts import Disc
+from flashrt_core.tabletop.contacts import settle
+from flashrt_core.tabletop.kinematics import FINGER_RADIUS_M
+from flashrt_core.tabletop.kinematics import OPEN_WIDTH_M
 from flashrt_core.tabletop.layout import draw_layout
 from flashrt_core.tabletop.scene import render_state
-from flashrt_core.tabletop.state import BLOCK_SIDE_M, WorldState
-from flashrt_core.tabletop.tasks import Goal, check_task, format_task, parse_task, task_solved
+from flashrt_core.tabletop.state import BLOCK_SIDE_M
+from flashrt_core.tabletop.state import WorldState
+from flashrt_core.tabletop.tasks import check_task
+from flashrt_core.tabletop.tasks import format_task
+from flashrt_core.tabletop.tasks import Goal
+from flashrt_core.tabletop.tasks import parse_task
+from flashrt_core.tabletop.tasks import task_solved
 
 CONTROL_PERIOD_S = 0.02
 SUBSTEPS = 4
-OPEN_WIDTH_M = 0.12  # between the fingers at gripper 0; nothing at gripper 1
-FINGER_RADIUS_M = 0.008
 FINGER_ALONG_M = (-0.014, 0.014)  # each finger is two discs along the tool
 HOLD_GRIPPER = 1.0 - BLOCK_SIDE_M / OPEN_WIDTH_M  # a block stops the closing fingers here
 JAW_DEPTH_M = 0.03  # how far off the tool point along the tool a block may lie and be gripped
@@ -54,6 +65,9 @@ class World:
         state, drawn_goals = draw_layout(seed, blocks, zones)
         self.seed = seed
         self._goals = drawn_goals
+        self._joints: list[float]
+        self._velocities: list[float]
+        self._held: int
         self._load(state)
         if task is not None:
             self.set_task(task)
@@ -132,8 +146,8 @@ class World:
         low, high = kinematics.LOWER_LIMITS, kinematics.UPPER_LIMITS
         if values.shape != (4,) or not ((values >= low) & (values <= high)).all():
             raise BadJoints(
-                f'cannot displace the arm to {values.tolist()}; give {kinematics.JOINT_NAMES} within '
-                f'{low} .. {high}'
+                f'cannot displace the arm to {values.tolist()}; give {kinematics.JOINT_NAMES} '
+                f'within {low} .. {high}'
             )
         self._joints = values.tolist()
         self._velocities = [0.0] * 4
@@ -142,7 +156,9 @@ class World:
             self._carry()
 
     def slip(self) -> int:
-        """Let a held block fall where it is, the fingers staying as they are; return its index or -1."""
+        """Let a held block fall where it is, the fingers staying as they are; return its index or
+        -1.
+        """
         held, self._held = self._held, -1
         settle(self._blocks)
         return held
@@ -173,7 +189,8 @@ class World:
         values = np.asarray(target, dtype=np.float64)
         if values.shape != (4,):
             raise BadJoints(
-                f'joint target of shape {values.shape}; give one for each of {kinematics.JOINT_NAMES}'
+                f'joint target of shape {values.shape}; give one for each of '
+                f'{kinematics.JOINT_NAMES}'
             )
         if not np.isfinite(values).all():
             raise ActionNonFinite(
@@ -190,8 +207,8 @@ class World:
         self._step += 1
 
     def _load(self, state: WorldState) -> None:
-        self._joints: list[float] = state.joints.tolist()
-        self._velocities: list[float] = state.velocities.tolist()
+        self._joints = state.joints.tolist()
+        self._velocities = state.velocities.tolist()
         self._lift = float(state.lift)
         self._held = int(state.held)
         self._grip: list[float] = state.grip.tolist()
@@ -216,7 +233,7 @@ class World:
             self._touch(before)
 
     def _servo(self, target: Sequence[float]) -> None:
-        """Move each joint towards its target as fast as its limits and its braking distance allow."""
+        """Move each joint towards its target as fast as limits and braking distance allow."""
         for joint in range(4):
             error = target[joint] - self._joints[joint]
             limit = kinematics.MAX_ACCELERATIONS[joint]
