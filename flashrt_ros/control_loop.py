@@ -23,6 +23,7 @@ from flashrt_ros.clocks import SteadyClock
 from flashrt_ros.statistics import Histogram
 from flashrt_ros.statistics import Ring
 
+NO_PREVIOUS = 2**31 - 1  # steps executed: beyond the end of any chunk, so nothing is blended in
 JITTER_EDGES_MS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
 
 
@@ -36,11 +37,17 @@ class Played(StrEnum):
 
 @dataclass(frozen=True)
 class TickStart:
-    """Where a tick's observation lies on the axis of executed steps."""
+    """Where a tick's observation lies on the axis of executed steps; goes into its TickInput.
+
+    ``steps_executed`` is what policies ask for: this observation's step minus that of the newest
+    committed tick, minus the ``delay_steps`` that one was given; :data:`NO_PREVIOUS` when its
+    chunk was dropped.
+    """
 
     epoch: int
     at_step: int
-    steps_executed: int  # since the observation of the newest committed tick
+    steps_executed: int
+    delay_steps: int  # expected: steps that pass before the chunk comes into play
 
 
 @dataclass(frozen=True)
@@ -82,11 +89,9 @@ class ChunkPlayer:
         self._index = 0
         self._tick_at = -1
         self._executed = 0
-        self._executed_at_tick = 0
+        self._last: TickStart | None = None  # newest committed tick whose chunk is not dropped
         self._last_delay = 0
         self.chunks_dropped = 0
-
-    # -- hold -------------------------------------------------------------------------------------
 
     def hold(self) -> None:
         """Stop handing out actions from the next step on. Takes no lock; see StepThread.fence."""
@@ -101,16 +106,26 @@ class ChunkPlayer:
         """Whether a hold is set."""
         return self._held
 
-    # -- tick side --------------------------------------------------------------------------------
-
-    def begin_tick(self) -> TickStart:
+    def begin_tick(self, delay_steps: int | None = None) -> TickStart:
         """Say where a tick observes; call it when the observation is taken, before the tick runs.
 
-        A tick that is dropped needs no word: the next one counts from the newest committed tick
-        again.
+        A tick that is dropped needs no word: the next one counts from the newest committed tick.
+
+        :param delay_steps: expected delay; None takes that of the newest accepted chunk, which is
+            0 from rest.
+        :raises ConfigError: when it is negative.
         """
         with self._lock:
-            return TickStart(self._epoch, self._executed, self._executed - self._executed_at_tick)
+            delay = self._last_delay if delay_steps is None else delay_steps
+            if delay < 0:
+                raise ConfigError(f'delay_steps is {delay}; give 0 or more')
+            last = self._last
+            executed = (
+                NO_PREVIOUS
+                if last is None
+                else self._executed - last.at_step - last.delay_steps
+            )
+            return TickStart(self._epoch, self._executed, executed, delay)
 
     def commit(self, start: TickStart) -> None:
         """Note that a tick has committed its state although a guard refused its chunk."""
@@ -118,8 +133,10 @@ class ChunkPlayer:
             self._commit(start)
 
     def _commit(self, start: TickStart) -> None:
-        if start.epoch == self._epoch:
-            self._executed_at_tick = max(self._executed_at_tick, start.at_step)
+        if start.epoch == self._epoch and (
+            self._last is None or start.at_step >= self._last.at_step
+        ):
+            self._last = start
 
     def swap(self, actions: NDArray[np.float64], start: TickStart) -> Splice:
         """Put a committed tick's chunk in place of the one being played.
@@ -162,14 +179,15 @@ class ChunkPlayer:
             return Splice(False, delay, 0, reason)
 
     def clear(self) -> None:
-        """Drop the chunk being played; steps are exhausted until a new one comes."""
+        """Drop the chunk being played, after a hold or interrupt; the next starts from rest.
+
+        The tick in flight, if any, still commits; its chunk is accepted.
+        """
         with self._lock:
             self._drop_chunk()
 
     def new_epoch(self, epoch: int) -> None:
         """Drop the chunk and refuse results in flight from before a reset, restore or rollback.
-
-        Steps executed since the last tick's observation start at zero again.
 
         :raises ConfigError: when the epoch does not grow.
         """
@@ -180,13 +198,10 @@ class ChunkPlayer:
                 )
             self._epoch = epoch
             self._drop_chunk()
-            self._executed_at_tick = self._executed
-            self._last_delay = 0
 
     def _drop_chunk(self) -> None:
         self._actions, self._index, self._tick_at = None, 0, -1
-
-    # -- step side --------------------------------------------------------------------------------
+        self._last, self._last_delay = None, 0
 
     def next_action(self, out: NDArray[np.float64]) -> Played:
         """Copy this step's action into ``out`` (float64 [joints]) and advance; step thread only.
@@ -203,8 +218,6 @@ class ChunkPlayer:
             self._executed += 1
             return Played.ACTION
 
-    # -- looking ----------------------------------------------------------------------------------
-
     @property
     def epoch(self) -> int:
         """Epoch whose chunks are played."""
@@ -214,12 +227,6 @@ class ChunkPlayer:
     def steps_executed(self) -> int:
         """Actions handed out since the start; never goes back."""
         return self._executed
-
-    @property
-    def steps_executed_since_tick(self) -> int:
-        """Actions handed out since the observation of the newest committed tick."""
-        with self._lock:
-            return self._executed - self._executed_at_tick
 
     @property
     def left_steps(self) -> int:

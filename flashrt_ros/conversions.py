@@ -22,9 +22,6 @@ from flashrt_ros.embodiment import Embodiment
 Vector = NDArray[np.float64]
 
 
-# -- stamps and digests ---------------------------------------------------------------------------
-
-
 def stamp_to_ns(stamp: Any) -> int:
     """Return a builtin_interfaces/Time or Duration as nanoseconds."""
     return int(stamp.sec) * NANOSECONDS + int(stamp.nanosec)
@@ -45,9 +42,6 @@ def digest(values: NDArray[Any]) -> int:
     """Return the first 8 bytes, little endian, of BLAKE2b over the array's bytes in C order."""
     data = np.ascontiguousarray(values)
     return int.from_bytes(hashlib.blake2b(data.data).digest()[:8], 'little')
-
-
-# -- joint states ---------------------------------------------------------------------------------
 
 
 class JointReader:
@@ -135,9 +129,6 @@ def _listed(names: list[str], most: int = 12) -> str:
     return shown + (f' and {len(names) - most} more' if len(names) > most else '')
 
 
-# -- trajectories ---------------------------------------------------------------------------------
-
-
 class TrajectoryEncoder:
     """Fills preallocated trajectory_msgs/JointTrajectory messages.
 
@@ -221,10 +212,7 @@ class TrajectoryEncoder:
         return self._single
 
 
-# -- arrays into messages -------------------------------------------------------------------------
-
-
-def float_field(values: NDArray[Any]) -> array:  # type: ignore[type-arg]
+def float_field(values: NDArray[Any]) -> array:
     """Return values, row-major, as the array that a ``float32[]`` field keeps as it is."""
     return array('f', np.ascontiguousarray(values, dtype=np.float32).tobytes())
 

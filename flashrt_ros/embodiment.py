@@ -15,11 +15,12 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-import yaml
 
 from flashrt_core.errors import ActionError
 from flashrt_core.errors import BadJoints
 from flashrt_core.errors import ConfigError
+from flashrt_ros.yaml_section import parse_section
+from flashrt_ros.yaml_section import Section
 
 FORMAT = 1
 UNITS = ('rad', 'm', 'ratio')
@@ -113,7 +114,7 @@ class Embodiment:
         for port, dim in (('state', state_dim), ('action', action_dim)):
             if dim < len(self.joints):
                 raise ConfigError(
-                    f'{self.source}: joints lists {len(self.joints)} joints, the {port} of the policy '
+                    f'{self.source}: joints lists {len(self.joints)}, the {port} of the policy '
                     f'has {dim} elements; use a policy with more, or list fewer joints'
                 )
 
@@ -207,11 +208,7 @@ def parse_embodiment(text: str, *, source: str = 'embodiment') -> Embodiment:
     :param source: what messages call the file.
     :raises ConfigError: naming file, key, value and remedy.
     """
-    try:
-        document = yaml.load(text, Loader=_StrictLoader)  # noqa: S506 (a SafeLoader)
-    except yaml.YAMLError as reason:
-        raise ConfigError(f'{source} is not valid YAML: {reason}') from reason
-    top = _Section(source, '', document)
+    top = parse_section(text, source)
     top.allow(_TOP)
     if top.integer('format') != FORMAT:
         top.refuse('format', f'this version reads format {FORMAT}')
@@ -239,7 +236,7 @@ def parse_embodiment(text: str, *, source: str = 'embodiment') -> Embodiment:
 
 
 def _joint(
-    section: '_Section', rate: float, relative: bool, default_gap: float | None
+    section: Section, rate: float, relative: bool, default_gap: float | None
 ) -> JointSpec:
     section.allow(_JOINT)
     name = section.text('name')
@@ -275,7 +272,7 @@ def _joint(
     )
 
 
-def _map(section: '_Section') -> tuple[int, float, float]:
+def _map(section: Section) -> tuple[int, float, float]:
     """Sign, offset and scale, given as such or as a gripper's closed and open position."""
     if 'gripper' not in section.values:
         sign = section.integer('sign', default=1)
@@ -297,7 +294,7 @@ def _map(section: '_Section') -> tuple[int, float, float]:
     return (1 if opened > closed else -1), closed, 1.0 / abs(opened - closed)
 
 
-def _views(top: '_Section') -> dict[str, str]:
+def _views(top: Section) -> dict[str, str]:
     views = top.section('views', default={})
     mapping: dict[str, str] = {}
     for view in views.values:
@@ -312,103 +309,3 @@ def _views(top: '_Section') -> dict[str, str]:
             views.refuse(view, 'another view uses that topic; give each its own camera')
         mapping[view] = suffix
     return mapping
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """SafeLoader that refuses a key given twice, where plain YAML lets the last one win."""
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f'key {key!r} is given twice; remove one', node.start_mark
-                )
-        return super().construct_mapping(node, deep)
-
-
-_REQUIRED = object()
-
-
-class _Section:
-    """One mapping of the file; its refusals name file, key, value and remedy."""
-
-    def __init__(self, source: str, place: str, values: Any) -> None:
-        self.source, self.place = source, place
-        if not isinstance(values, dict):
-            raise ConfigError(
-                f'{source}: {place or "the document"} is {values!r}; give a mapping of keys to '
-                'values'
-            )
-        self.values = values
-
-    def key(self, key: str) -> str:
-        return f'{self.place}.{key}' if self.place else str(key)
-
-    def refuse(self, key: str, remedy: str, *, missing: bool = False) -> Any:
-        state = 'is missing' if missing else f'is {self.values.get(key)!r}'
-        raise ConfigError(f'{self.source}: {self.key(key)} {state}; {remedy}')
-
-    def allow(self, keys: set[str]) -> None:
-        for key in self.values:
-            if key not in keys:
-                self.refuse(key, f'no such key; known are {", ".join(sorted(keys))}')
-
-    def get(self, key: str, default: Any, remedy: str) -> Any:
-        if key in self.values:
-            return self.values[key]
-        if default is _REQUIRED:
-            self.refuse(key, remedy, missing=True)
-        return default
-
-    def number(
-        self,
-        key: str,
-        *,
-        low: float | None = None,
-        high: float | None = None,
-        above: float | None = None,
-        default: Any = _REQUIRED,
-    ) -> Any:
-        if key not in self.values and default is not _REQUIRED:
-            return default
-        value = self.get(key, default, 'give a number')
-        if isinstance(value, bool) or not isinstance(value, int | float) or not np.isfinite(value):
-            self.refuse(key, 'give a finite number')
-        if low is not None and value < low:
-            self.refuse(key, f'give at least {low}')
-        if high is not None and value > high:
-            self.refuse(key, f'give at most {high}')
-        if above is not None and not value > above:
-            self.refuse(key, f'give more than {above}')
-        return float(value)
-
-    def integer(self, key: str, default: Any = _REQUIRED) -> int:
-        value = self.get(key, default, 'give a whole number')
-        if isinstance(value, bool) or not isinstance(value, int):
-            self.refuse(key, 'give a whole number')
-        return value
-
-    def text(self, key: str) -> str:
-        value = self.get(key, _REQUIRED, 'give a text')
-        if not isinstance(value, str) or not value.strip():
-            self.refuse(key, 'give a text (quote it where YAML reads it as something else)')
-        return value
-
-    def choice(self, key: str, choices: tuple[str, ...], default: Any = _REQUIRED) -> str:
-        value = self.get(key, default, f'give one of {", ".join(choices)}')
-        if value not in choices:
-            self.refuse(key, f'give one of {", ".join(choices)}')
-        return value
-
-    def section(self, key: str, default: Any = _REQUIRED) -> '_Section':
-        value = self.get(key, default, 'give a mapping')
-        return _Section(self.source, self.key(key), value)
-
-    def sections(self, key: str) -> list['_Section']:
-        value = self.get(key, _REQUIRED, 'give a list of mappings')
-        if not isinstance(value, list) or not value:
-            self.refuse(key, 'give a list with at least one joint')
-        return [
-            _Section(self.source, f'{self.key(key)}[{at}]', item) for at, item in enumerate(value)
-        ]

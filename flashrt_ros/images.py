@@ -139,7 +139,7 @@ def _unknown_encoding(stream: str, encoding: str) -> str:
     if lower.startswith('bayer'):
         remedy = 'insert image_proc debayer_node'
     elif lower in ('mono16', '16uc1', '32fc1'):
-        remedy = 'this is depth or raw data; insert image_proc or depth_image_proc and publish mono8'
+        remedy = 'insert image_proc or depth_image_proc and publish mono8'
     elif lower.startswith(('yuv', 'uyvy', 'yuyv', 'nv12', 'nv21', 'nv24')):
         remedy = 'set the camera driver to rgb8, or insert its image format converter'
     elif lower.startswith('8uc'):
