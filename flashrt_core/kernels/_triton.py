@@ -76,11 +76,12 @@ def triton_selected(name: str, device: torch.device, check: Callable[[], bool]) 
     """
     key = (name, str(device))
     if key not in _choices:
-        if torch.cuda.is_current_stream_capturing():
+        if device.type == 'cuda' and torch.cuda.is_current_stream_capturing():
             raise ContractError(
                 f'kernel {name!r} was first used inside a capture; run it once before')
         _choices[key] = _choose(name, device, check)
-        level = logging.INFO if _choices[key] == 'triton' else logging.WARNING
+        expected = _choices[key] == 'triton' or device.type != 'cuda'
+        level = logging.INFO if expected else logging.WARNING
         _log.log(level, 'kernel %s on %s: %s', name, device, _choices[key])
     return _choices[key] == 'triton'
 

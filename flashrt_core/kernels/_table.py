@@ -1,0 +1,98 @@
+"""A descriptor table in pinned and device memory, and the captured graph that uploads it."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from flashrt_core.errors import ContractError
+from flashrt_core.errors import LaneTimeout
+from flashrt_core.runtime.backend import Backend
+
+SMALL = 64  # rows; a submission of at most so many uploads only these
+TIMEOUT_S = 30.0
+
+
+class DeviceTable:
+    """
+    Rows of int64 that one kernel reads; row 0 holds the count, the rows follow.
+
+    ``capture`` makes one graph per size class (upload of that many rows, then the kernel);
+    ``replay`` picks the class. On cpu only the host rows exist.
+    """
+
+    def __init__(self, backend: Backend, capacity: int, columns: int) -> None:
+        if capacity < 1:
+            raise ContractError(f'a table holds {capacity} rows; it needs at least 1')
+        self._backend = backend
+        self._capacity = capacity
+        self._host = backend.empty((capacity + 1, columns), torch.int64, host=True).zero_()
+        self._numpy = self._host.numpy()
+        self._device = self._host
+        self._event = backend.event()
+        self._submitted = False
+        self._graphs: list[tuple[int, Any]] = []
+        self.rows: np.ndarray = self._numpy[1:1]
+
+    def fill(self, rows: np.ndarray) -> None:
+        """Write the rows once the submission before no longer needs them."""
+        if len(rows) > self._capacity:
+            raise ContractError(
+                f'{len(rows)} pieces do not fit a table of {self._capacity}; make it larger')
+        if self._submitted and not self._event.wait(TIMEOUT_S):
+            raise LaneTimeout(
+                f'a copy or digest table is still in use after {TIMEOUT_S} s: the device is '
+                'stuck; restart the process')
+        self._submitted = False
+        self._numpy[0, 0] = len(rows)
+        self.rows = self._numpy[1:1 + len(rows)]
+        self.rows[:] = rows
+
+    def capture(self, launch: Callable[[torch.Tensor], None],
+                then: Callable[[], None] | None = None) -> None:
+        """
+        Capture upload, ``launch(device table)`` and ``then`` for each size class (cuda).
+
+        The kernel runs on an empty table meanwhile. In configure.
+        """
+        self._device = self._backend.empty(self._host.shape, torch.int64).zero_()
+        stream, pool = self._backend.stream(), self._backend.pool()
+        self._numpy[0, 0] = 0
+        for limit in sorted({min(SMALL, self._capacity), self._capacity}):
+            def body(rows: int = limit + 1) -> None:
+                self._device[:rows].copy_(self._host[:rows], non_blocking=True)
+                launch(self._device)
+                if then is not None:
+                    then()
+            self._graphs.append((limit, self._backend.capture(body, stream, pool)))
+
+    def replay(self, stream: Any) -> None:
+        """Replay the smallest graph that holds the rows, in ``stream``."""
+        graph = next(graph for limit, graph in self._graphs if len(self.rows) <= limit)
+        if torch.cuda.current_stream(self._backend.device) == stream:
+            graph.replay()
+        else:
+            with self._backend.use(stream):
+                graph.replay()
+        self._event.record(stream)
+        self._submitted = True
+
+    def wait(self) -> None:
+        """Wait for the last submission; raises LaneTimeout."""
+        if self._submitted and not self._event.wait(TIMEOUT_S):
+            raise LaneTimeout(f'a digest did not finish within {TIMEOUT_S} s; restart')
+
+
+class _Raw:
+    """Device memory at an address, in the form that torch takes without a copy."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            'data': (address, False), 'shape': (nbytes,), 'typestr': '|u1', 'version': 3}
+
+
+def raw_bytes(address: int, nbytes: int) -> torch.Tensor:
+    """Return a uint8 view ``[nbytes]`` of device memory that the caller keeps alive."""
+    return torch.as_tensor(_Raw(address, nbytes), device='cuda')
