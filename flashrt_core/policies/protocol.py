@@ -2,25 +2,33 @@
 
 The ROS side configures itself from ``Session.ports``; it knows no family by name.
 """
+
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass
+from dataclasses import field
+from enum import StrEnum
+from typing import Any
+from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from flashrt_core.capsule import Boundary
-    from flashrt_core.runtime import Backend, BufferSet, Lane
+    from flashrt_core.capsule.boundary import Boundary
+    from flashrt_core.runtime import Backend
+    from flashrt_core.runtime import BufferSet
+    from flashrt_core.runtime import Lane
 
 Progress = Callable[[str, float], None]
 
 
-class Modality(str, Enum):
+class Modality(StrEnum):
     """What a port carries."""
 
     IMAGE = 'image'
@@ -57,12 +65,13 @@ class SubgoalWrite:
 class TickInput:
     """All that a tick depends on besides the session's state.
 
-    ``images``: view -> uint8 [H, W, 3] RGB at the port's size; a view that is absent or None is masked.
+    ``images``: view -> uint8 [H, W, 3] RGB at the port's size; an absent view or None is masked.
     ``state``: float32 [state_dim], joints in physical units.
-    ``steps_executed``: control steps of the previous chunk played since it came into play, up to this
-    observation; negative where it came into play sooner than its tick's ``delay_steps`` said.
+    ``steps_executed``: control steps of the previous chunk played since it came into play, up to
+    this observation; negative where it came sooner than its tick's ``delay_steps`` said.
     ``delay_steps``: control steps that will pass before this tick's chunk comes into play.
-    ``subgoal``, ``prompt``, ``seed``: written into the state by this tick; None leaves what is latched.
+    ``subgoal``, ``prompt``, ``seed``: written into the state by this tick; None keeps what is
+    latched. ``seed`` and both texts reach every row evaluated.
     ``noise``: float32 [rows, horizon, action_width], replaces the generated noise (parity tests).
     The arrays are read when the tick starts: do not change them before its future is done.
     """
@@ -83,8 +92,8 @@ class Chunk:
     """The actions of one tick; every array is a copy, never a view of a live buffer.
 
     ``actions``: float32 [rows, horizon, action_dim], absolute targets in physical units.
-    ``tick``: number of ticks committed before this one. ``subgoal_sequence``: of the subgoal latched.
-    ``segments_us``: measured microseconds of each segment. ``graph_keys``: segment -> ShapeKey replayed.
+    ``tick``: number of ticks committed before this one. ``subgoal_sequence``: of the latched one.
+    ``segments_us``: microseconds of each segment. ``graph_keys``: segment -> ShapeKey replayed.
     """
 
     actions: NDArray[np.float32]
@@ -101,12 +110,23 @@ class Chunk:
 class Session(Protocol):
     """A bound policy: buffers, captured graphs, one lane."""
 
-    config: Any
-    ports: tuple[PortSpec, ...]
-    lane: Lane
-    buffers: BufferSet
-    boundary: Boundary
-    plan_keys: Mapping[int, Mapping[str, tuple[Any, ...]]]
+    @property
+    def config(self) -> Any: ...
+
+    @property
+    def ports(self) -> tuple[PortSpec, ...]: ...
+
+    @property
+    def lane(self) -> Lane: ...
+
+    @property
+    def buffers(self) -> BufferSet: ...
+
+    @property
+    def boundary(self) -> Boundary: ...
+
+    @property
+    def plan_keys(self) -> Mapping[int, Mapping[str, tuple[Any, ...]]]: ...
 
     def submit(self, tick_input: TickInput, rows: int | None = None) -> Future[Chunk]:
         """Check the input and queue one tick; any thread."""
@@ -134,7 +154,8 @@ class Session(Protocol):
 class Policy(Protocol):
     """A family: turns a config into a session."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def bind(self, backend: Backend, config: Any, progress: Progress | None = None) -> Session:
         """Load weights, allocate, warm up and capture; ``progress(stage, fraction)`` is told."""

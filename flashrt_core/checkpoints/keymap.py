@@ -1,0 +1,97 @@
+"""Key maps: which stored tensors make up each of ours; nothing may be missing or left over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flashrt_core.errors import ConfigError
+
+SHOWN = 12
+
+
+@dataclass(frozen=True)
+class Source:
+    """A tensor of the checkpoint under its canonical name.
+
+    ``permute``: axes to reorder before it is flattened to a matrix (a patch convolution).
+    ``otherwise``: canonical name that may stand in for it (a tied embedding stored once).
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    permute: tuple[int, ...] = ()
+    otherwise: str = ''
+
+
+@dataclass(frozen=True)
+class Target:
+    """One of our tensors: its sources one below the other along axis 0."""
+
+    name: str
+    sources: tuple[Source, ...]
+
+
+def check_keys(
+    targets: Iterable[Target],
+    stored: Mapping[str, tuple[int, ...]],
+    canonical: Callable[[str], str],
+    ignored: Callable[[str], bool],
+    where: str,
+) -> dict[str, str]:
+    """Return canonical key -> stored name for every source of ``targets``.
+
+    :param stored: shape of every tensor in the checkpoint by its stored name.
+    :param canonical: stored name -> canonical name; two stored names must not fall together.
+    :param ignored: whether a canonical name is known and not needed.
+    :raises ConfigError: naming every missing, left-over or misshapen key (the first few of many).
+    """
+    by_key: dict[str, str] = {}
+    problems: list[str] = []
+    for name in stored:
+        key = canonical(name)
+        if key in by_key:
+            problems.append(f'{name!r} and {by_key[key]!r} are the same weight')
+        by_key[key] = name
+    used: dict[str, str] = {}
+    for source in (s for t in targets for s in t.sources):
+        key = source.key if source.key in by_key else source.otherwise
+        if key not in by_key:
+            problems.append(f'{source.key!r} is missing')
+            continue
+        used[source.key] = by_key[key]
+        if stored[by_key[key]] != source.shape:
+            problems.append(
+                f'{by_key[key]!r} has shape {list(stored[by_key[key]])}, need {list(source.shape)}'
+            )
+    known = set(used.values())
+    problems += [
+        f'{name!r} is not part of this model'
+        for key, name in by_key.items()
+        if name not in known and not ignored(key)
+    ]
+    if problems:
+        more = f'; and {len(problems) - SHOWN} more' if len(problems) > SHOWN else ''
+        raise ConfigError(
+            f'weights {where} do not fit the config: {"; ".join(problems[:SHOWN])}{more}; '
+            'give a checkpoint of this family and these sizes'
+        )
+    return used
+
+
+def assemble(
+    target: Target, names: Mapping[str, str], read: Callable[[str], Tensor], dtype: torch.dtype
+) -> Tensor:
+    """Read and join the sources of one target, as a CPU tensor of ``dtype``."""
+    parts = []
+    for source in target.sources:
+        part = read(names[source.key]).to(dtype)
+        if source.permute:
+            part = part.permute(source.permute).flatten(1)
+        parts.append(part)
+    return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)

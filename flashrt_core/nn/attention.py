@@ -1,0 +1,69 @@
+"""Grouped-query attention by matmul and softmax, scores in float32.
+
+Masked scores are a finite large negative number, not infinity: a query whose keys are all masked
+gets the mean of the values and never NaN, so padding cannot spread.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MASKED = -1.0e30
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
+    """Bidirectional attention of every query to every valid key.
+
+    Shapes: q [B, S, Hq, D], k and v [B, T, Hk, D] with Hq a multiple of Hk, key_mask bool [T].
+    Returns [B, S, Hq * D].
+    """
+    B, S, Hq, D = q.shape
+    Hk = k.shape[2]
+    G = Hq // Hk
+    # The G query heads of one key head are folded into the query axis.
+    q = q.view(B, S, Hk, G, D).permute(0, 2, 3, 1, 4).reshape(B, Hk, G * S, D)
+    k = k.permute(0, 2, 3, 1)  # [B, Hk, D, T]
+    v = v.transpose(1, 2)  # [B, Hk, T, D]
+    scores = torch.matmul(q, k).float() * D**-0.5  # [B, Hk, G * S, T]
+    if key_mask is not None:
+        scores = scores.masked_fill(~key_mask, MASKED)
+    y = torch.matmul(scores.softmax(-1).to(v.dtype), v)  # [B, Hk, G * S, D]
+    return y.view(B, Hk, G, S, D).permute(0, 3, 1, 2, 4).reshape(B, S, Hq * D)
+
+
+def attend_shared_prefix(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    prefix_k: Tensor,
+    prefix_v: Tensor,
+    prefix_mask: Tensor,
+    suffix_mask: Tensor,
+) -> Tensor:
+    """Attention of R rows' suffix to one prefix shared by all rows, and to their own suffix.
+
+    Shapes: q [R, S, Hq, D], k and v [R, S, Hk, D], prefix_k and prefix_v [P, Hk, D],
+    prefix_mask bool [P], suffix_mask bool [S, S] (query, key). Returns [R, S, Hq * D].
+    The rows are folded into the query axis of the prefix product, so the prefix is never repeated.
+    """
+    R, S, Hq, D = q.shape
+    P, Hk = prefix_k.shape[0], prefix_k.shape[1]
+    G = Hq // Hk
+    scale = D**-0.5
+    q = q.view(R, S, Hk, G, D).permute(2, 0, 3, 1, 4)  # [Hk, R, G, S, D]
+    k = k.permute(2, 0, 3, 1)  # [Hk, R, D, S]
+    v = v.permute(2, 0, 1, 3)  # [Hk, R, S, D]
+    folded = q.reshape(Hk, R * G * S, D)
+
+    to_prefix = torch.matmul(folded, prefix_k.permute(1, 2, 0)).float() * scale  # [Hk, RGS, P]
+    to_prefix = to_prefix.masked_fill(~prefix_mask, MASKED).view(Hk, R, G, S, P)
+    to_suffix = torch.matmul(q.reshape(Hk, R, G * S, D), k).float() * scale  # [Hk, R, GS, S]
+    to_suffix = to_suffix.view(Hk, R, G, S, S).masked_fill(~suffix_mask, MASKED)
+
+    weights = torch.cat([to_prefix, to_suffix], dim=-1).softmax(-1).to(v.dtype)
+    from_prefix = weights[..., :P].reshape(Hk, R * G * S, P)
+    y = torch.matmul(from_prefix, prefix_v.transpose(0, 1)).view(Hk, R, G, S, D)
+    from_suffix = weights[..., P:].reshape(Hk, R, G * S, S)
+    y = y + torch.matmul(from_suffix, v).view(Hk, R, G, S, D)
+    return y.permute(1, 3, 0, 2, 4).reshape(R, S, Hq * D)

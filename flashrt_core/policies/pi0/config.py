@@ -1,0 +1,300 @@
+"""Pi0's sizes and behaviour as one frozen record; named sizes 'tiny' and 'pi0'."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from dataclasses import dataclass
+from dataclasses import field
+from dataclasses import fields
+from dataclasses import is_dataclass
+from dataclasses import replace
+import json
+from pathlib import Path
+from typing import Any
+from typing import get_type_hints
+
+import torch
+
+from flashrt_core.errors import ConfigError
+from flashrt_core.nn import GemmaDims
+from flashrt_core.nn import SiglipDims
+
+DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Mean and standard deviation of state and actions, in physical units; empty = 0 and 1."""
+
+    state_mean: tuple[float, ...] = ()
+    state_std: tuple[float, ...] = ()
+    action_mean: tuple[float, ...] = ()
+    action_std: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Pi0Config:
+    """Everything that decides the buffers, the graphs and the numbers of a Pi0 session.
+
+    ``state_dim`` and ``action_dim`` are the robot's, the widths those of the model (zero-padded).
+    ``relative``: action indexes that the model gives relative to the state of the same index.
+    ``rows``: branches allocated. ``row_keys``: branch counts captured.
+    ``blend_steps``: length of the blend with the previous chunk (``graphs.splice``).
+    ``weights``: a safetensors file or folder; empty = random from ``weight_seed``.
+    ``time_dtype``: 'float64' embeds flow time as openpi does, 'float32' as transformers does.
+    ``cpu_threads``: of torch on the cpu backend, 0 leaves torch's own choice.
+    ``seed``: of a fresh session. ``units``: of each action. ``tokenizer``: see policies/text.py.
+    """
+
+    views: tuple[str, ...]
+    vision: SiglipDims
+    prefix: GemmaDims
+    expert: GemmaDims
+    vocab: int
+    prompt_tokens: int
+    subgoal_tokens: int
+    horizon: int
+    state_dim: int
+    action_dim: int
+    state_width: int
+    action_width: int
+    flow_steps: int = 10
+    min_period: float = 4e-3
+    max_period: float = 4.0
+    time_dtype: str = 'float64'
+    blend_steps: int = 4
+    relative: tuple[int, ...] = ()
+    units: tuple[str, ...] = ()
+    statistics: Statistics = field(default_factory=Statistics)
+    dtype: str = 'float32'
+    rows: int = 1
+    row_keys: tuple[int, ...] = (1,)
+    seed: int = 0
+    weights: str = ''
+    weight_seed: int = 0
+    tokenizer: str = ''
+    cpu_threads: int = 0
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    @property
+    def image_tokens(self) -> int:
+        return len(self.views) * self.vision.tokens
+
+    @property
+    def prefix_tokens(self) -> int:
+        return self.image_tokens + self.prompt_tokens + self.subgoal_tokens
+
+    def layout(self) -> dict[str, str]:
+        """Return what decides how a state is read: all but paths, rows and first values."""
+        skipped = 'weights weight_seed rows row_keys seed tokenizer cpu_threads'.split()
+        record = {k: v for k, v in asdict(self).items() if k not in skipped}
+        return {f'config.{k}': json.dumps(v, sort_keys=True) for k, v in record.items()}
+
+
+def check(c: Pi0Config) -> None:
+    """Raise ConfigError for sizes that do not fit together."""
+    positive = {
+        name: getattr(c, name)
+        for name in (
+            'vocab prompt_tokens subgoal_tokens horizon state_dim action_dim state_width '
+            'action_width flow_steps rows'
+        ).split()
+    }
+    for name, value in positive.items():
+        if value < 1:
+            raise ConfigError(f'{name} is {value}; give at least 1')
+    rules = [
+        (
+            bool(c.views) and len(set(c.views)) == len(c.views),
+            f'views {c.views}: name each camera once',
+        ),
+        (
+            c.vision.image_size % c.vision.patch_size == 0,
+            f'vision.image_size {c.vision.image_size} is no multiple of vision.patch_size',
+        ),
+        (
+            c.vision.width % c.vision.heads == 0,
+            f'vision.width {c.vision.width} does not divide into {c.vision.heads} heads',
+        ),
+        (
+            all(
+                getattr(c.prefix, n) == getattr(c.expert, n)
+                for n in ('layers', 'heads', 'kv_heads', 'head_dim', 'rope_theta')
+            ),
+            'prefix and expert differ in layers, heads, kv_heads, head_dim or rope_theta; '
+            'the expert attends the prefix layer by layer, so they must be equal',
+        ),
+        (
+            c.prefix.heads % c.prefix.kv_heads == 0 and c.prefix.head_dim % 2 == 0,
+            f'heads {c.prefix.heads} must be a multiple of kv_heads, head_dim must be even',
+        ),
+        (c.expert.width % 2 == 0, f'expert.width {c.expert.width} must be even (time embedding)'),
+        (
+            c.state_dim <= c.state_width and c.action_dim <= c.action_width,
+            f'state_dim {c.state_dim} and action_dim {c.action_dim} exceed the widths '
+            f'{c.state_width} and {c.action_width}',
+        ),
+        (
+            0 <= c.blend_steps <= c.horizon,
+            f'blend_steps is {c.blend_steps}; give 0 to horizon {c.horizon}',
+        ),
+        (
+            all(0 <= i < min(c.state_dim, c.action_dim) for i in c.relative),
+            f'relative {c.relative} names an action without a state of the same index',
+        ),
+        (c.dtype in DTYPES, f'dtype {c.dtype!r} is unknown; choose from {sorted(DTYPES)}'),
+        (
+            c.time_dtype in ('float32', 'float64'),
+            f'time_dtype {c.time_dtype!r} is unknown; choose float32 or float64',
+        ),
+        (
+            bool(c.row_keys) and all(1 <= k <= c.rows for k in c.row_keys) and 1 in c.row_keys,
+            f'row_keys {c.row_keys} must hold 1 and stay within rows {c.rows}',
+        ),
+        (
+            0 <= c.seed < 2**63 and 0 <= c.weight_seed < 2**63,
+            f'seed {c.seed} and weight_seed {c.weight_seed} must lie in [0, 2**63)',
+        ),
+    ]
+    for holds, message in rules:
+        if not holds:
+            raise ConfigError(message)
+    for name, size in (
+        ('state_mean', c.state_dim),
+        ('state_std', c.state_dim),
+        ('action_mean', c.action_dim),
+        ('action_std', c.action_dim),
+    ):
+        values = getattr(c.statistics, name)
+        if values and len(values) != size:
+            raise ConfigError(f'statistics.{name} has {len(values)} values; give {size}')
+        if name.endswith('std') and any(not v > 0 for v in values):
+            raise ConfigError(f'statistics.{name} is {values}; every value must be above 0')
+    if not 0 <= c.cpu_threads <= 1024:
+        raise ConfigError(f'cpu_threads is {c.cpu_threads}; give 0 to 1024')
+    if c.units and len(c.units) != c.action_dim:
+        raise ConfigError(f'units has {len(c.units)} names; give {c.action_dim}, one an action')
+
+
+PI0 = Pi0Config(
+    views=('base', 'left_wrist', 'right_wrist'),
+    vision=SiglipDims(image_size=224, patch_size=14, width=1152, layers=27, heads=16, mlp=4304),
+    prefix=GemmaDims(width=2048, layers=18, heads=8, kv_heads=1, head_dim=256, mlp=16384),
+    expert=GemmaDims(width=1024, layers=18, heads=8, kv_heads=1, head_dim=256, mlp=4096),
+    vocab=257152,
+    prompt_tokens=48,
+    subgoal_tokens=48,
+    horizon=50,
+    state_dim=32,
+    action_dim=32,
+    state_width=32,
+    action_width=32,
+    dtype='bfloat16',
+)
+
+TINY = Pi0Config(
+    views=('top', 'wrist'),
+    vision=SiglipDims(image_size=84, patch_size=14, width=96, layers=3, heads=4, mlp=256),
+    prefix=GemmaDims(width=128, layers=3, heads=4, kv_heads=1, head_dim=32, mlp=256),
+    expert=GemmaDims(width=96, layers=3, heads=4, kv_heads=1, head_dim=32, mlp=192),
+    vocab=512,
+    prompt_tokens=24,
+    subgoal_tokens=24,
+    horizon=32,
+    state_dim=4,
+    action_dim=4,
+    state_width=4,
+    action_width=4,
+    units=('rad', 'rad', 'rad', '1'),
+    statistics=Statistics(
+        state_mean=(0.0, 0.0, 0.0, 0.5),
+        state_std=(1.0, 1.0, 1.0, 0.5),
+        action_mean=(0.0, 0.0, 0.0, 0.5),
+        action_std=(1.0, 1.0, 1.0, 0.5),
+    ),
+    rows=4,
+    row_keys=(1, 2, 4),
+    tokenizer='words',
+    cpu_threads=1,
+)
+
+NAMED = {'pi0': PI0, 'tiny': TINY}
+
+
+def load_config(source: str | Path | Mapping[str, Any] | Pi0Config) -> Pi0Config:
+    """Return a config from a name, a YAML file or a mapping.
+
+    A file or mapping names its ``base`` ('tiny', 'pi0') and overrides single values.
+    Raises ConfigError naming an unknown key, a wrong type or a value out of range.
+    """
+    if isinstance(source, Pi0Config):
+        return source
+    if isinstance(source, Mapping):
+        record = dict(source)
+    elif str(source) in NAMED:
+        return NAMED[str(source)]
+    else:
+        record = _read_yaml(Path(source))
+    base = record.pop('base', 'tiny')
+    record.pop('policy', None)
+    if base not in NAMED:
+        raise ConfigError(f'base {base!r} is unknown; choose from {sorted(NAMED)}')
+    config: Pi0Config = _override(NAMED[base], record, '')
+    return config
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ConfigError(
+            f'policy config {str(path)!r} is neither a file nor one of {sorted(NAMED)}'
+        )
+    import yaml  # only this reader needs it
+
+    try:
+        record = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise ConfigError(f'{path} is not valid YAML: {error}') from error
+    if not isinstance(record, dict):
+        raise ConfigError(
+            f'{path} holds {type(record).__name__}; give a mapping of names to values'
+        )
+    return record
+
+
+def _override(base: Any, record: Mapping[str, Any], where: str) -> Any:
+    """Return ``base`` with the record's values, each checked against the field's type."""
+    hints = get_type_hints(type(base))
+    known = {f.name for f in fields(base)}
+    changes: dict[str, Any] = {}
+    for name, value in record.items():
+        path = f'{where}{name}'
+        if name not in known:
+            raise ConfigError(f'{path} is no setting; known: {", ".join(sorted(known))}')
+        old = getattr(base, name)
+        if is_dataclass(old):
+            if not isinstance(value, Mapping):
+                raise ConfigError(f'{path} is {value!r}; give a mapping')
+            changes[name] = _override(old, value, f'{path}.')
+        else:
+            changes[name] = _typed(path, value, str(hints[name]))
+    return replace(base, **changes)
+
+
+def _typed(path: str, value: Any, hint: str) -> Any:
+    if hint.startswith('tuple['):
+        if isinstance(value, str) or not hasattr(value, '__iter__'):
+            raise ConfigError(f'{path} is {value!r}; give a list')
+        kind = f"<class '{hint[6:].split(',')[0]}'>"
+        return tuple(_typed(f'{path}[{i}]', v, kind) for i, v in enumerate(value))
+    if hint == "<class 'float'>" and type(value) in (int, float):
+        return float(value)
+    if hint == f"<class '{type(value).__name__}'>":
+        return value
+    raise ConfigError(f'{path} is {value!r}; give a value of type {hint[8:-2]}')

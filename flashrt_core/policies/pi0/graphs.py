@@ -1,0 +1,145 @@
+"""The three segments of a Pi0 tick: vision | prefix | denoise, over a session's buffers.
+
+Bodies read ``b``, the bound tensors by name. Every size comes from the config and the key
+``(views, rows)``, every value from device data. The last body alone writes STATE.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from flashrt_core.policies.pi0 import layout
+from flashrt_core.policies.pi0 import model
+from flashrt_core.policies.pi0.config import Pi0Config
+from flashrt_core.runtime import BufferSet
+from flashrt_core.runtime import Graph
+from flashrt_core.runtime import ShapeKey
+from flashrt_core.runtime.philox import normal_torch
+
+Ports = Mapping[str, Tensor]
+
+
+# Beginnings of the names that each segment reads or writes.
+PORTS = {
+    'vision': (
+        *(f'host.{n}' for n in layout.INPUTS), 'input.', 'image_tokens', 'vision.', 'projector.',
+    ),
+    'prefix': (
+        'input.', 'image_tokens', 'prompt_', 'subgoal_', 'next.', 'prefix_', 'prefix.',
+        'table.rope',
+    ),
+    'denoise': (
+        'input.', 'next.', 'prefix_', 'table.', 'state_in', 'action_in', 'time_mlp', 'expert.',
+        'action_out', *layout.STATE, 'host.actions', 'host.report',
+    ),
+}  # fmt: skip
+
+
+def make_graphs(c: Pi0Config, buffers: BufferSet) -> tuple[Graph, ...]:
+    """Return the graphs vision, prefix and denoise with every port bound."""
+    graphs = []
+    for name, body in (
+        ('vision', vision_body),
+        ('prefix', prefix_body),
+        ('denoise', denoise_body),
+    ):
+        names = [buffer.name for buffer in buffers if buffer.name.startswith(PORTS[name])]
+        graph = Graph(name, partial(body, c), names)
+        graph.bind_all({port: buffers[port] for port in names})
+        graphs.append(graph)
+    return tuple(graphs)
+
+
+def vision_body(c: Pi0Config, b: Ports, key: ShapeKey) -> None:
+    """Copy the inputs in and encode the views into ``image_tokens``."""
+    for name in layout.INPUTS:
+        b[f'input.{name}'].copy_(b[f'host.{name}'], non_blocking=True)
+    b['image_tokens'].copy_(model.encode_views(b['input.images'], b, c))
+
+
+def prefix_body(c: Pi0Config, b: Ports, key: ShapeKey) -> None:
+    """Latch text into ``next.*`` and write the prefix' keys, values and mask.
+
+    The prefix is that of row 0: rows are branches of one observation and share prompt and subgoal.
+    """
+    prompt, subgoal = b['input.prompt'], b['input.subgoal']
+    _latch(b, prompt[0], 'prompt_length', prompt[1])
+    _latch(b, prompt[0], 'prompt_tokens', prompt[layout.PROMPT_HEAD :])
+    _latch(b, subgoal[0], 'subgoal_length', subgoal[1])
+    _latch(b, subgoal[0], 'subgoal_sequence', subgoal[2])
+    _latch(b, subgoal[0], 'subgoal_tokens', subgoal[layout.SUBGOAL_HEAD :])
+
+    views = b['input.control'][layout.VIEW_MASK :].bool()  # [V]
+    slots = torch.arange(max(c.prompt_tokens, c.subgoal_tokens), device=views.device)
+    mask = torch.cat(
+        [
+            views[:, None].expand(-1, c.vision.tokens).flatten(),
+            slots[: c.prompt_tokens] < b['next.prompt_length'],
+            slots[: c.subgoal_tokens] < b['next.subgoal_length'],
+        ]
+    )  # [P]
+    b['prefix_mask'].copy_(mask)
+    text = torch.cat([b['next.prompt_tokens'], b['next.subgoal_tokens']])
+    text = text.clamp(0, c.vocab - 1)  # padding may hold anything
+    model.encode_prefix(b['image_tokens'], text, mask, b['prefix_kv'], b, c)
+
+
+def denoise_body(c: Pi0Config, b: Ports, key: ShapeKey) -> None:
+    """Turn noise into actions, blend them with the previous chunk, commit the state, copy out."""
+    rows = int(key[1])  # type: ignore[call-overload]
+    control = b['input.control']
+    seed = torch.where(control[layout.SEED_FLAG] > 0, control[layout.SEED], b['seed'][:rows])
+    noise = torch.empty((rows, c.horizon, c.action_width), device=seed.device)
+    normal_torch(seed, b['branch'][:rows], b['tick'][:rows], noise)
+    noise = torch.where(control[layout.NOISE_FLAG] > 0, b['input.noise'][:rows], noise)
+
+    joints = b['input.state']
+    state = (joints - b['table.state_mean']) / b['table.state_std']
+    state = F.pad(state, (0, c.state_width - c.state_dim))
+    actions = model.denoise(noise, state, b['prefix_kv'], b['prefix_mask'], b, c)
+    actions = actions[..., : c.action_dim] * b['table.action_std'] + b['table.action_mean']
+    if c.relative:
+        own = F.pad(joints, (0, max(0, c.action_dim - c.state_dim)))[: c.action_dim]
+        actions = actions + own * b['table.relative']
+    chunk = splice(actions, b, rows, c)
+
+    b['host.report'].copy_(
+        torch.stack([b['tick'][0], b['next.subgoal_sequence']]), non_blocking=True
+    )
+    b['host.actions'][:rows].copy_(chunk, non_blocking=True)
+    b['seed'][:rows].copy_(seed)
+    b['tick'][:rows].add_(1)
+    for name in layout.NEXT:
+        b[name][:rows].copy_(b[f'next.{name}'].expand_as(b[name][:rows]))
+    b['previous_chunk'][:rows].copy_(chunk)
+    b['queue_index'][:rows].copy_(control[layout.DELAY_STEPS].expand(rows))
+
+
+def splice(new: Tensor, b: Ports, rows: int, c: Pi0Config) -> Tensor:
+    """Blend new [R, H, A] with what is left of the previous chunk, both in physical units.
+
+    w = 1 below ``delay_steps``, then falls linearly over ``blend_steps`` steps; 0 before the first
+    tick, beyond the previous chunk's end and where it is not finite.
+    """
+    H = c.horizon
+    control = b['input.control']
+    at = torch.arange(H, device=new.device)
+    w = 1.0 - (at - control[layout.DELAY_STEPS] + 1) / (c.blend_steps + 1)  # [H]
+    w = w.clamp(0.0, 1.0)[None, :, None].expand_as(new)
+    start = b['queue_index'][:rows] + control[layout.STEPS_EXECUTED]
+    index = start[:, None] + at  # [R, H]
+    held = (index >= 0) & (index < H) & (b['tick'][:rows, None] > 0)
+    index = index.clamp(0, H - 1)[..., None].expand_as(new)
+    old = b['previous_chunk'][:rows].gather(1, index)
+    return torch.where(held[..., None] & (w > 0) & old.isfinite(), w * old + (1.0 - w) * new, new)
+
+
+def _latch(b: Ports, flag: Tensor, name: str, given: Tensor) -> None:
+    """Write the given value into ``next.name`` if flagged, else row 0's latched one."""
+    held = b[name][0]
+    b[f'next.{name}'].copy_(torch.where(flag > 0, given.to(held.dtype), held))

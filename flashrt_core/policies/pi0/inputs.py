@@ -1,0 +1,120 @@
+"""From a TickInput to the pinned input buffers: first every check, then every write."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from flashrt_core.errors import BadEncoding
+from flashrt_core.errors import BadJoints
+from flashrt_core.errors import BadSize
+from flashrt_core.errors import ConfigError
+from flashrt_core.errors import ObservationMissing
+from flashrt_core.errors import ObservationNonFinite
+from flashrt_core.policies.pi0 import layout
+from flashrt_core.policies.pi0.config import Pi0Config
+from flashrt_core.policies.protocol import TickInput
+from flashrt_core.runtime import BufferSet
+
+
+def check_input(t: TickInput, rows: int, c: Pi0Config) -> None:
+    """Verify that a tick can run on ``t`` with ``rows`` branches; any thread.
+
+    :raises ObservationError: an image or the state is missing, misshapen or not finite.
+    :raises ConfigError: an unknown view, text too long or out of vocabulary, counts out of range.
+    """
+    _check_images(t, c)
+    _check_state(t.state, c)
+    _check_range('rows', rows, 1, c.rows)
+    _check_range('steps_executed', t.steps_executed, -c.horizon, 2**31 - 1)
+    _check_range('delay_steps', t.delay_steps, 0, c.horizon)
+    if t.seed is not None:
+        _check_range('seed', t.seed, 0, 2**63 - 1)
+    if t.prompt is not None:
+        _check_tokens('prompt', t.prompt, c.prompt_tokens, c.vocab)
+    if t.subgoal is not None:
+        _check_range('subgoal sequence', t.subgoal.sequence, 0, 2**63 - 1)
+        _check_tokens('subgoal', t.subgoal.tokens, c.subgoal_tokens, c.vocab)
+    if t.noise is not None:
+        shape = (rows, c.horizon, c.action_width)
+        if t.noise.dtype != np.float32 or t.noise.shape != shape:
+            raise ConfigError(
+                f'noise is {t.noise.dtype} {list(t.noise.shape)}; give float32 {list(shape)}'
+            )
+        if not np.isfinite(t.noise).all():
+            raise ConfigError('noise holds NaN or infinity; give finite values')
+
+
+def write_input(t: TickInput, rows: int, buffers: BufferSet, c: Pi0Config) -> None:
+    """Write a checked input into the ``host.*`` buffers; lane thread, no plan running.
+
+    Every field is written each time, so nothing of an earlier tick is left.
+    """
+    host = {name: buffers[f'host.{name}'].tensor.numpy() for name in layout.INPUTS}
+    control = host['control']
+    control[layout.STEPS_EXECUTED] = t.steps_executed
+    control[layout.DELAY_STEPS] = t.delay_steps
+    control[layout.SEED_FLAG] = t.seed is not None
+    control[layout.SEED] = t.seed or 0
+    control[layout.NOISE_FLAG] = t.noise is not None
+    for i, view in enumerate(c.views):
+        image = t.images.get(view)
+        control[layout.VIEW_MASK + i] = image is not None
+        host['images'][i] = 0 if image is None else image
+    host['state'][:] = t.state
+    host['noise'][:] = 0.0
+    if t.noise is not None:
+        host['noise'][:rows] = t.noise
+    _write_text(host['prompt'], layout.PROMPT_HEAD, t.prompt)
+    _write_text(host['subgoal'], layout.SUBGOAL_HEAD, t.subgoal.tokens if t.subgoal else None)
+    host['subgoal'][2] = t.subgoal.sequence if t.subgoal else 0
+
+
+def _write_text(slot: np.ndarray, head: int, tokens: Sequence[int] | None) -> None:
+    slot[:] = 0
+    if tokens is not None:
+        slot[0] = 1
+        slot[1] = len(tokens)
+        slot[head : head + len(tokens)] = tokens
+
+
+def _check_images(t: TickInput, c: Pi0Config) -> None:
+    unknown = sorted(set(t.images) - set(c.views))
+    if unknown:
+        raise ConfigError(f'views {unknown} are unknown; this policy has {list(c.views)}')
+    side = c.vision.image_size
+    given = {view: image for view, image in t.images.items() if image is not None}
+    if not given:
+        raise ObservationMissing(f'no view has an image; give at least one of {list(c.views)}')
+    for view, image in given.items():
+        if image.dtype != np.uint8:
+            raise BadEncoding(f'image {view!r} is {image.dtype}; give uint8 RGB')
+        if image.shape != (side, side, 3):
+            raise BadSize(
+                f'image {view!r} is {list(image.shape)}; give [{side}, {side}, 3], '
+                'see policies.preprocess.letterbox'
+            )
+
+
+def _check_state(state: np.ndarray, c: Pi0Config) -> None:
+    if state.dtype != np.float32 or state.shape != (c.state_dim,):
+        raise BadJoints(
+            f'state is {state.dtype} {list(state.shape)}; give float32 [{c.state_dim}]'
+        )
+    if not np.isfinite(state).all():
+        raise ObservationNonFinite(f'state is {state.tolist()}; every value must be finite')
+
+
+def _check_range(name: str, value: int, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise ConfigError(f'{name} is {value!r}; give an integer')
+    if not low <= value <= high:
+        raise ConfigError(f'{name} is {value}; give {low} to {high}')
+
+
+def _check_tokens(name: str, tokens: Sequence[int], limit: int, vocab: int) -> None:
+    if len(tokens) > limit:
+        raise ConfigError(f'{name} has {len(tokens)} tokens; this policy takes at most {limit}')
+    for token in tokens:
+        _check_range(f'{name} token', token, 0, vocab - 1)

@@ -1,0 +1,119 @@
+"""The ports and buffers of a Pi0 session, by name.
+
+Inputs exist twice: ``host.*`` (pinned, written between ticks) and ``input.*`` (device, copied by
+the first segment). ``next.*`` carry latched text from the prefix to the last segment, the only one
+that writes STATE. Constants are the weights and tables under their own names.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from flashrt_core.policies.pi0.config import Pi0Config
+from flashrt_core.policies.pi0.weights import tables
+from flashrt_core.policies.pi0.weights import weight_specs
+from flashrt_core.policies.protocol import Modality
+from flashrt_core.policies.protocol import PortSpec
+from flashrt_core.runtime import BufferSpec
+from flashrt_core.runtime import Kind
+from flashrt_core.runtime import Role
+
+I32, I64, F32, U8 = torch.int32, torch.int64, torch.float32, torch.uint8
+
+# Fields of the control vector, before the mask of the views.
+STEPS_EXECUTED, DELAY_STEPS, SEED_FLAG, SEED, NOISE_FLAG = range(5)
+VIEW_MASK = 5
+# Text slots: prompt [flag, length, tokens...], subgoal [flag, length, sequence, tokens...].
+PROMPT_HEAD, SUBGOAL_HEAD = 2, 3
+
+INPUTS = ('images', 'control', 'prompt', 'subgoal', 'state', 'noise')
+STATE = (
+    'seed', 'branch', 'tick', 'prompt_tokens', 'prompt_length', 'subgoal_tokens', 'subgoal_length',
+    'subgoal_sequence', 'previous_chunk', 'queue_index',
+)  # fmt: skip
+NEXT = ('prompt_tokens', 'prompt_length', 'subgoal_tokens', 'subgoal_length', 'subgoal_sequence')
+
+
+def ports(c: Pi0Config) -> tuple[PortSpec, ...]:
+    """Return the ports in the order images, state, text, subgoal, noise, action."""
+    side = c.vision.image_size
+    unit = ' '.join(c.units) if c.units else 'physical'
+    images = [
+        PortSpec(view, Modality.IMAGE, 'uint8', (side, side, 3), 'RGB 0-255') for view in c.views
+    ]
+    return (
+        *images,
+        PortSpec('state', Modality.STATE, 'float32', (c.state_dim,), unit),
+        PortSpec('prompt', Modality.TEXT, 'int64', (c.prompt_tokens,), 'token id'),
+        PortSpec('subgoal', Modality.SUBGOAL, 'int64', (c.subgoal_tokens,), 'token id'),
+        PortSpec(
+            'noise', Modality.NOISE, 'float32', (c.horizon, c.action_width), 'standard normal'
+        ),
+        PortSpec('action', Modality.ACTION, 'float32', (c.horizon, c.action_dim), unit),
+    )
+
+
+def input_shapes(c: Pi0Config) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Return dtype and shape of every input but noise, which alone has the row axis."""
+    side = c.vision.image_size
+    return {
+        'images': (U8, (len(c.views), side, side, 3)),
+        'control': (I64, (VIEW_MASK + len(c.views),)),
+        'prompt': (I64, (PROMPT_HEAD + c.prompt_tokens,)),
+        'subgoal': (I64, (SUBGOAL_HEAD + c.subgoal_tokens,)),
+        'state': (F32, (c.state_dim,)),
+    }
+
+
+def state_specs(c: Pi0Config) -> list[BufferSpec]:
+    """Return the boundary: all that the next tick depends on, in the order a capsule lists it."""
+    P, S, H, A = c.prompt_tokens, c.subgoal_tokens, c.horizon, c.action_dim
+    fields: dict[str, tuple[Kind, torch.dtype, tuple[int, ...]]] = {
+        'seed': (Kind.RNG, I64, ()),
+        'branch': (Kind.RNG, I64, ()),
+        'tick': (Kind.META, I64, ()),
+        'prompt_tokens': (Kind.META, I32, (P,)),
+        'prompt_length': (Kind.META, I64, ()),
+        'subgoal_tokens': (Kind.SUBGOAL, I32, (S,)),
+        'subgoal_length': (Kind.SUBGOAL, I64, ()),
+        'subgoal_sequence': (Kind.SUBGOAL, I64, ()),
+        'previous_chunk': (Kind.QUEUE, F32, (H, A)),
+        'queue_index': (Kind.QUEUE, I64, ()),
+    }
+    return [
+        BufferSpec(name, Role.STATE, fields[name][1], fields[name][2], kind=fields[name][0])
+        for name in STATE
+    ]
+
+
+def buffer_specs(c: Pi0Config) -> list[BufferSpec]:
+    """Return every buffer of a session: state, inputs, outputs, scratch and constants."""
+    specs = state_specs(c)
+    next_specs = [s for s in specs if s.name in NEXT]
+    noise = (c.horizon, c.action_width)
+    for where, host in (('host', True), ('input', False)):
+        specs += [
+            BufferSpec(f'{where}.{name}', Role.INPUT, dtype, shape, host=host, rows=False)
+            for name, (dtype, shape) in input_shapes(c).items()
+        ]
+        specs.append(BufferSpec(f'{where}.noise', Role.INPUT, F32, noise, host=host))
+    d = c.prefix
+    kv = (d.layers, c.prefix_tokens, 2, d.kv_heads, d.head_dim)
+    scratch: list[tuple[str, torch.dtype, tuple[int, ...]]] = [
+        ('image_tokens', c.torch_dtype, (c.image_tokens, d.width)),
+        ('prefix_kv', c.torch_dtype, kv),
+        ('prefix_mask', torch.bool, (c.prefix_tokens,)),
+        *((f'next.{s.name}', s.dtype, s.shape) for s in next_specs),
+    ]
+    specs += [BufferSpec(n, Role.SCRATCH, dtype, shape, rows=False) for n, dtype, shape in scratch]
+    specs += [
+        BufferSpec('host.actions', Role.OUTPUT, F32, (c.horizon, c.action_dim), host=True),
+        BufferSpec('host.report', Role.OUTPUT, I64, (2,), host=True, rows=False),
+    ]
+    constants = {name: (s.dtype, s.shape) for name, s in weight_specs(c).items()}
+    constants |= {name: (t.dtype, tuple(t.shape)) for name, t in tables(c).items()}
+    specs += [
+        BufferSpec(name, Role.CONSTANT, dtype, shape, rows=False)
+        for name, (dtype, shape) in constants.items()
+    ]
+    return specs

@@ -1,0 +1,104 @@
+"""Pi0's forward pass as three functions over static buffers: vision, prefix, denoise.
+
+Shapes in trailing comments: V views, T tokens a view, P prefix tokens, R rows, H horizon, L
+layers. Source: Pi0 (arXiv 2410.24164) and openpi. ``w`` holds constants by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from flashrt_core.nn import expert_layer
+from flashrt_core.nn import gemma_layer
+from flashrt_core.nn import prefix_layer
+from flashrt_core.nn import project_kv
+from flashrt_core.nn import rms_norm
+from flashrt_core.nn import rope_tables
+from flashrt_core.nn import siglip_tower
+from flashrt_core.policies.pi0.config import Pi0Config
+
+
+def encode_views(images: Tensor, w: Mapping[str, Tensor], c: Pi0Config) -> Tensor:
+    """Encode uint8 images [V, H, W, 3] into prefix tokens [V * T, width]."""
+    features = siglip_tower(images, w, c.vision)  # [V, T, vision width]
+    return F.linear(features, w['projector.weight'], w['projector.bias']).flatten(0, 1)
+
+
+def encode_prefix(
+    image_tokens: Tensor,
+    text: Tensor,
+    mask: Tensor,
+    kv: Tensor,
+    w: Mapping[str, Tensor],
+    c: Pi0Config,
+) -> None:
+    """Run the prefix and write its keys and values into kv [L, P, 2, kv_heads, head_dim].
+
+    image_tokens [V * T, width], text token ids [prompt + subgoal], mask bool [P] of valid tokens.
+    Text embeddings are scaled by sqrt(width), image tokens are not; padding shifts no position.
+    """
+    d = c.prefix
+    x = F.embedding(text, w['prefix.embed']) * d.width**0.5
+    x = torch.cat([image_tokens, x])[None]  # [1, P, width]
+    cos, sin = rope_tables(mask.cumsum(0) - 1, w['table.rope'])
+    last = d.layers - 1
+    for i in range(last):
+        x = prefix_layer(x, gemma_layer(w, f'prefix.layers.{i}'), kv[i], cos, sin, mask, d)
+    k, v = project_kv(
+        x, w[f'prefix.layers.{last}.norm1'], w[f'prefix.layers.{last}.kv'], cos, sin, d
+    )
+    kv[last, :, 0].copy_(k[0])
+    kv[last, :, 1].copy_(v[0])
+
+
+def denoise(
+    noise: Tensor, state: Tensor, kv: Tensor, mask: Tensor, w: Mapping[str, Tensor], c: Pi0Config
+) -> Tensor:
+    """Integrate the flow from noise at t = 1 to normalised actions at t = 0 by Euler steps.
+
+    noise float32 [R, H, action width], state float32 [state width] normalised, kv and mask of the
+    prefix, shared by all rows. Returns float32 [R, H, action width].
+    """
+    R, H, _ = noise.shape
+    S = H + 1
+    token = F.linear(state, w['state_in.weight'], w['state_in.bias'])  # [width]
+    token = token.expand(R, 1, -1)
+    positions = mask.sum() + torch.arange(S, device=noise.device)
+    cos, sin = rope_tables(positions, w['table.rope'])
+    query = torch.arange(S, device=noise.device)
+    sees = (query[None, :] == 0) | (query[:, None] > 0)  # the state token sees no action
+    x = noise
+    for step in range(c.flow_steps):
+        v = velocity(x, w['table.time'][step], token, kv, mask, sees, cos, sin, w, c)
+        x = x - v / c.flow_steps
+    return x
+
+
+def velocity(
+    x: Tensor,
+    time: Tensor,
+    state_token: Tensor,
+    kv: Tensor,
+    mask: Tensor,
+    sees: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    w: Mapping[str, Tensor],
+    c: Pi0Config,
+) -> Tensor:
+    """Predict the flow's velocity at x [R, H, action width] and the embedded ``time`` [width]."""
+    d = c.expert
+    a = F.linear(x, w['action_in.weight'], w['action_in.bias'])  # [R, H, width]
+    a = torch.cat([a, time.expand_as(a)], dim=-1)  # [R, H, 2 * width]
+    a = F.silu(F.linear(a, w['time_mlp_in.weight'], w['time_mlp_in.bias']))
+    a = F.linear(a, w['time_mlp_out.weight'], w['time_mlp_out.bias'])
+    h = torch.cat([state_token, a], dim=1).to(c.torch_dtype)  # [R, 1 + H, width]
+    for i in range(d.layers):
+        layer = gemma_layer(w, f'expert.layers.{i}')
+        h = expert_layer(h, layer, kv[i], cos, sin, mask, sees, d)
+    h = rms_norm(h[:, 1:], w['expert.norm'], d.eps).float()
+    return F.linear(h, w['action_out.weight'], w['action_out.bias'])
