@@ -8,6 +8,7 @@ from collections.abc import Callable
 from collections.abc import Sequence
 import os
 import signal
+import socket
 import sys
 import threading
 from typing import Protocol
@@ -63,17 +64,20 @@ class StoppableNode(Protocol):
 def listen_for_signals(stop: StopRequest) -> None:
     """Turn SIGINT and SIGTERM into a stop request, the second one into an immediate exit.
 
-    Call on the main thread before any other thread starts: they inherit the blocked signals, so
-    that a main thread waiting inside DDS is never the one that must run a Python handler.
+    Call on the main thread. The C handler writes to the pipe in whatever thread a signal lands in
+    (numeric libraries start some at import), while the main thread may be waiting inside DDS.
     """
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
     for number in _SIGNALS:
         signal.signal(number, lambda *_: None)
-    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
 
-    def wait() -> None:
-        number = signal.sigwait(_SIGNALS)
+    def wait(pipe: socket.socket = writer) -> None:
+        # The default of `pipe` keeps the writing end open as long as this thread lives.
+        number = reader.recv(1)[0]
         stop.set(signal.Signals(number).name)
-        number = signal.sigwait(_SIGNALS)
+        number = reader.recv(1)[0]
         os._exit(128 + number)
 
     threading.Thread(target=wait, name='signals', daemon=True).start()
