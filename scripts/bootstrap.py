@@ -1,0 +1,234 @@
+"""Makes .venv complete: interpreter, pinned packages, the ROS interfaces of this checkout.
+
+Each stage leaves a stamp with the digest of what it was made from, so an unchanged stage costs
+milliseconds. Standard library only: it runs under the system's Python, before anything exists.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from collections.abc import Iterable
+import fcntl
+import hashlib
+import os
+from pathlib import Path
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import threading
+import time
+import urllib.request
+import venv
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / '.venv'
+PYTHON = VENV / 'bin' / 'python'
+LOG = VENV / 'bootstrap.log'
+REQUIREMENTS = ROOT / 'requirements'
+CPU_INDEX = 'https://download.pytorch.org/whl/cpu'
+PROBE_TIMEOUT_S = 3.0
+
+
+class BootstrapError(Exception):
+    """A stage failed; the message says what to do."""
+
+
+def say(text: str) -> None:
+    """Print one line at once."""
+    print(f'bootstrap: {text}', flush=True)
+
+
+def digest(paths: Iterable[Path], *extra: str) -> str:
+    """Digest names and contents of `paths` with `extra`, this Python and this place."""
+    total = hashlib.sha256('\0'.join((sys.version, str(ROOT), *extra)).encode())
+    for path in sorted(paths):
+        total.update(f'\0{path.relative_to(ROOT)}\0'.encode())
+        total.update(path.read_bytes())
+    return total.hexdigest()
+
+
+def stage(name: str, key: str, work: Callable[[], None]) -> None:
+    """Run `work` unless the stamp of stage `name` holds `key`; stamp it afterwards."""
+    stamp = VENV / f'.stamp-{name}'
+    if stamp.is_file() and stamp.read_text() == key:
+        return
+    stamp.unlink(missing_ok=True)
+    started = time.monotonic()
+    say(f'{name} ...')
+    work()
+    stamp.write_text(key)
+    say(f'{name} done in {time.monotonic() - started:.0f} s')
+
+
+def run_logged(command: list[str], progress: Callable[[str], str | None]) -> bool:
+    """Run `command` into the log; show what `progress` makes of a line, at most every 5 s."""
+    shown = 0.0
+    with LOG.open('a') as log:
+        log.write(f'\n$ {" ".join(command)}\n')
+        log.flush()
+        env = dict(os.environ, PIP_DISABLE_PIP_VERSION_CHECK='1', PIP_NO_INPUT='1')
+        env.pop('PYTHONPATH', None)
+        child = subprocess.Popen(command, cwd=ROOT, env=env, text=True, errors='replace',
+                                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        assert child.stdout is not None
+        for line in child.stdout:
+            log.write(line)
+            text = progress(line)
+            if text and time.monotonic() - shown > 5.0:
+                shown = time.monotonic()
+                say(f'  {text}')
+        return child.wait() == 0
+
+
+def pip(*arguments: str, expected: int = 0) -> bool:
+    """Run the venv's pip; progress counts the packages out of `expected`."""
+    seen = 0
+
+    def progress(line: str) -> str | None:
+        nonlocal seen
+        if line.startswith('Collecting '):
+            seen += 1
+            return f'package {seen} of {expected}: {line.split()[1].split("=")[0]}'
+        if line.startswith('Installing collected'):
+            return 'unpacking'
+        step = re.search(r'\[(\d+)/(\d+)\] ', line)
+        return f'interfaces: step {step[1]} of {step[2]}' if step else None
+
+    command = [str(PYTHON), '-m', 'pip', 'install', '--progress-bar', 'off', *arguments]
+    return run_logged(command, progress)
+
+
+def required(ok: bool, what: str) -> None:
+    """Stop with the end of the log unless `ok`."""
+    if not ok:
+        tail = ''.join(LOG.read_text(errors='replace').splitlines(keepends=True)[-25:])
+        raise BootstrapError(f'{what} failed; the end of {LOG}:\n{tail}')
+
+
+def make_venv() -> None:
+    """Create .venv; one of another Python or another place is replaced."""
+    shutil.rmtree(VENV / 'lib', ignore_errors=True)
+    venv.create(VENV, with_pip=True, symlinks=True)
+    # A venv inside a colcon workspace must not be searched for packages.
+    (VENV / 'COLCON_IGNORE').touch()
+
+
+def torch_kind() -> str:
+    """Say which torch this machine wants: cpu, or cuda where there is an NVIDIA driver."""
+    if os.environ.get('FLASHRT_TORCH') in ('cpu', 'cuda'):
+        return os.environ['FLASHRT_TORCH']
+    driver = (Path('/proc/driver/nvidia/version'), Path('/dev/nvidia0'))
+    return 'cuda' if any(path.exists() for path in driver) else 'cpu'
+
+
+def reachable(url: str) -> bool:
+    """Say whether `url` answers within PROBE_TIMEOUT_S, name lookup included."""
+    answers: list[bool] = []
+
+    def probe() -> None:
+        try:
+            request = urllib.request.Request(url, method='HEAD')
+            with urllib.request.urlopen(request, timeout=PROBE_TIMEOUT_S) as answer:
+                answers.append(answer.status == 200)
+        except OSError:
+            return
+
+    thread = threading.Thread(target=probe, daemon=True)
+    thread.start()
+    thread.join(PROBE_TIMEOUT_S)
+    return bool(answers and answers[0])
+
+
+def install_torch(kind: str) -> None:
+    """CPU torch from pip's own sources, else PyTorch's CPU index, else the default CUDA build."""
+    hashed = ('--require-hashes', '-r')
+    cpu = (*hashed, str(REQUIREMENTS / 'torch-cpu.txt'), '--no-deps')
+    if kind == 'cpu':
+        if pip(*cpu, expected=1):
+            return
+        if reachable(f'{CPU_INDEX}/torch/') and pip(*cpu, '--index-url', CPU_INDEX, expected=1):
+            return
+        say('  no CPU build of torch can be had; taking the default one, about 2.5 GB')
+    cuda = REQUIREMENTS / 'torch-cuda.txt'
+    required(pip(*hashed, str(cuda), expected=count(cuda)), 'installing torch')
+
+
+def count(path: Path) -> int:
+    """Count the pins of a requirements file."""
+    return len(re.findall(r'^[a-z0-9].*==', path.read_text(), re.MULTILINE | re.IGNORECASE))
+
+
+def install_packages(kind: str) -> None:
+    """Install every pin with its hashes; sdists are built with the pinned setuptools."""
+    build = REQUIREMENTS / 'build.txt'
+    required(pip('--require-hashes', '-r', str(build)), 'installing pip and setuptools')
+    install_torch(kind)
+    files = [REQUIREMENTS / f'{name}.txt' for name in ('ros', 'runtime', 'dev')]
+    names = [part for path in files for part in ('-r', str(path))]
+    required(pip('--no-build-isolation', '--require-hashes', *names,
+                 expected=sum(map(count, files))), 'installing the pinned packages')
+    # Our sources come before the installed copy, from any working folder, yet after PYTHONPATH.
+    site = next(VENV.glob('lib/python3*/site-packages'))
+    (site / 'flashrt_ros_source.pth').write_text(
+        f'import sys; sys.path.insert(sys.path.index({str(site)!r}), {str(ROOT)!r})\n')
+
+
+def compiler_present() -> None:
+    """Raise unless a C and a C++ compiler and Python's headers are there."""
+    missing = []
+    for variable, names in (('CC', ('cc', 'gcc', 'clang')), ('CXX', ('c++', 'g++', 'clang++'))):
+        wanted = os.environ.get(variable, '').split()[:1] or list(names)
+        if not any(shutil.which(name) for name in wanted):
+            missing.append(f'a {"C++" if variable == "CXX" else "C"} compiler ({wanted[-1]})')
+    if not (Path(sysconfig.get_paths()['include']) / 'Python.h').is_file():
+        missing.append(f'the headers of {sys.executable} (Python.h)')
+    if missing:
+        raise BootstrapError(
+            f'{" and ".join(missing)} not found, needed to build the ROS interfaces; '
+            'on Debian or Ubuntu: apt install g++ python3-dev')
+
+
+def install_interfaces() -> None:
+    """Build and install this package; needed again only when an interface or CMake file changed."""
+    required(pip('-v', '--no-build-isolation', '--no-deps', '--force-reinstall', str(ROOT)),
+             'building the ROS interfaces')
+
+
+def interface_files() -> list[Path]:
+    """List what the compiled part of the package is made from."""
+    files = [ROOT / name for name in ('CMakeLists.txt', 'package.xml', 'setup.py', 'setup.cfg')]
+    for pattern in ('msg/*.msg', 'srv/*.srv', 'action/*.action', 'cmake/*'):
+        files += [path for path in ROOT.glob(pattern) if path.is_file()]
+    return [*files, REQUIREMENTS / 'ros.txt']
+
+
+def main() -> int:
+    """Bring .venv up to the stage asked for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument('--only-packages', action='store_true', help='leave the interfaces alone')
+    options = parser.parse_args()
+    lock = open(__file__)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    try:
+        VENV.mkdir(exist_ok=True)
+        stage('python', digest([]), make_venv)
+        kind = torch_kind()
+        pins = [*REQUIREMENTS.glob('*.txt')]
+        stage('packages', digest(pins, kind), lambda: install_packages(kind))
+        if not options.only_packages:
+            files = interface_files()
+            key = digest(files)
+            if not (VENV / '.stamp-interfaces').is_file():
+                compiler_present()
+            stage('interfaces', key, install_interfaces)
+    except BootstrapError as err:
+        say(str(err))
+        return 1
+    return 0
+
+
+if __name__ == '__main__':
+    sys.exit(main())
