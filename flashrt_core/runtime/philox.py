@@ -1,10 +1,10 @@
 """
 Counter-based noise: Philox4x32-10 and a quantile table; equal bits in numpy, torch and Triton.
 
-Formula: J. K. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011 (Philox). The
-key is (low, high) 32 bits of ``seed``; the counter is (block, tick, branch, stream), each modulo
-2**32, where element ``e`` is word ``e % 4`` of block ``e // 4``. A normal takes the 16 high bits of
-its word as an index into the quantiles of the normal distribution at (i + 1/2) / 65,536.
+Formula: J. K. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011 (Philox).
+The key is (low, high) 32 bits of ``seed``; the counter is (block, tick, branch, stream), each
+modulo 2**32, where element ``e`` is word ``e % 4`` of block ``e // 4``. A normal takes the 16 high
+bits of its word as an index into the quantiles of the normal distribution at (i + 1/2) / 65,536.
 """
 from __future__ import annotations
 

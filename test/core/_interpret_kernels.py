@@ -1,4 +1,4 @@
-"""Run the Triton kernels in Triton's interpreter on host memory (no GPU); a child process of the tests."""
+"""Run the Triton kernels in Triton's interpreter on host memory; a child of the tests."""
 import os
 
 os.environ['TRITON_INTERPRET'] = '1'

@@ -114,7 +114,7 @@ def test_a_second_verb_is_busy_at_once_and_names_the_first(counter, host_lane):
     tick, gate = started(counter, 0)
     first = host_lane.at_boundary(lambda: 1, name='snapshot')
     for submit in (host_lane.at_segment_end, host_lane.at_boundary):
-        with pytest.raises(LaneBusy, match='snapshot.*waits'):
+        with pytest.raises(LaneBusy, match=r'snapshot.*waits'):
             submit(lambda: 2)
     assert LaneBusy.code == 'busy'
     gate.set()
@@ -132,7 +132,7 @@ def test_a_verb_that_runs_keeps_others_busy_until_it_is_done(host_lane):
 
     first = host_lane.at_boundary(slow, name='restore')
     assert entered.wait(WAIT_S)
-    with pytest.raises(LaneBusy, match='restore.*runs'):
+    with pytest.raises(LaneBusy, match=r'restore.*runs'):
         host_lane.at_segment_end(lambda: 2)
     gate.set()
     first.result(WAIT_S)
@@ -212,7 +212,7 @@ def test_an_exception_in_the_last_segment_leaves_no_boundary_until_one_is_commit
 
 
 def test_commit_off_the_lane_thread_is_refused(host_lane):
-    with pytest.raises(LaneError, match='lane.call'):
+    with pytest.raises(LaneError, match=r'lane.call'):
         host_lane.commit()
 
 
@@ -234,7 +234,7 @@ def test_closing_fails_everything_that_waits_and_ends_the_thread(counter, host_l
     assert host_lane.state == 'closed'
     for submit in (lambda: counter.tick(), lambda: host_lane.call(int),
                    lambda: host_lane.at_boundary(int)):
-        with pytest.raises(LaneClosed, match='closed|closing'):
+        with pytest.raises(LaneClosed, match=r'closed|closing'):
             submit()
     host_lane.close()
 
