@@ -1,0 +1,35 @@
+"""The capsule: execution state at a committed boundary, frozen, restored, forked, rolled back."""
+
+from .boundary import Boundary
+from .hashing import file_digest
+from .hashing import weights_digest
+from .identity import config_fields
+from .identity import Identity
+from .identity import numerics_of
+from .ledger import Capsule
+from .live import Continuation
+from .marks import Mark
+from .records import CapsuleInfo
+from .records import check_id
+from .records import RestoreReport
+from .records import StoreEvent
+from .records import TierUsage
+from .store import CapsuleStore
+
+__all__ = [
+    'Boundary',
+    'Capsule',
+    'CapsuleInfo',
+    'CapsuleStore',
+    'Continuation',
+    'Identity',
+    'Mark',
+    'RestoreReport',
+    'StoreEvent',
+    'TierUsage',
+    'check_id',
+    'config_fields',
+    'file_digest',
+    'numerics_of',
+    'weights_digest',
+]

@@ -1,0 +1,206 @@
+"""The disk tier: capsule files of one directory under a quota, written in the background."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from collections.abc import Sequence
+from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
+import contextlib
+from dataclasses import dataclass
+from datetime import datetime
+from datetime import UTC
+import os
+from pathlib import Path
+import threading
+
+from ..errors import BudgetFull
+from ..errors import CapsuleCorrupt
+from ..errors import CapsuleError
+from ..errors import TierUnavailable
+from . import files
+from .format import Header
+
+FILE_LIMIT = 65536
+Key = tuple[str, str]
+"""(session, id)."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A durable file: its header as last read, and its size."""
+
+    header: Header
+    file_bytes: int
+
+
+class DiskTier:
+    """Files of one directory, oldest use first. All methods may be called from any thread.
+
+    :param quota_bytes: of all files together. :param max_age_s: older files go at the start and
+        at each save; None keeps them.
+    :param writable: False lists and loads only.
+    :param event: told of what is cleaned, skipped or deleted, as (kind, id, reason).
+    :param left: told of each capsule whose file was deleted for room or age, with the reason.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        quota_bytes: int,
+        max_age_s: float | None,
+        writable: bool,
+        event: Callable[[str, str, str], None],
+        left: Callable[[Key, str], None],
+        pinned: Callable[[Key], bool],
+    ) -> None:
+        self.directory = Path(directory)
+        self.quota_bytes = quota_bytes
+        self.writable = writable
+        self._max_age_s = max_age_s
+        self._event = event
+        self._left = left
+        self._pinned = pinned
+        self._lock = threading.RLock()
+        self._files: OrderedDict[Key, Stored] = OrderedDict()
+        self._reserved = 0
+        self._fd = files.open_directory(directory, create=writable)
+        self._writer = ThreadPoolExecutor(1, 'capsule-writer')
+        if writable:
+            for name in files.clean_temporaries(self._fd):
+                event('cleaned', name, 'left by a writer that was killed')
+        self._scan()
+        if writable:
+            self._expire()
+
+    def _scan(self) -> None:
+        names = [name for name in os.listdir(self._fd) if name.endswith(files.SUFFIX)]
+        dated = []
+        for name in names[:FILE_LIMIT]:
+            with contextlib.suppress(OSError):
+                dated.append((os.lstat(name, dir_fd=self._fd).st_mtime_ns, name))
+        for _, name in sorted(dated):
+            try:
+                with files.opened(name, self._fd) as (fd, size):
+                    header = files.read_header(fd, size)
+                    key = (header.info.session, header.info.id)
+                    if files.file_name(*key) != name:
+                        raise CapsuleCorrupt(f'file {name!r} holds {key}: rename by import')
+                    self._files[key] = Stored(header, size)
+            except CapsuleError as error:
+                self._event('skipped', name[:100], str(error))
+
+    def _expire(self) -> None:
+        if self._max_age_s is None:
+            return
+        now = datetime.now(UTC).timestamp()
+        for key in list(self._files):
+            with contextlib.suppress(OSError):
+                age = now - os.lstat(files.file_name(*key), dir_fd=self._fd).st_mtime
+                if age > self._max_age_s and not self._pinned(key):
+                    self._leave(key, f'{age:.0f} s old, limit {self._max_age_s:.0f} s')
+
+    def __contains__(self, key: Key) -> bool:
+        with self._lock:
+            return key in self._files
+
+    def stored(self) -> list[tuple[Key, Stored]]:
+        """All files, oldest use first."""
+        with self._lock:
+            return list(self._files.items())
+
+    def usage(self) -> tuple[int, int, int]:
+        """(bytes used, bytes pinned, files)."""
+        with self._lock:
+            pinned = sum(s.file_bytes for k, s in self._files.items() if self._pinned(k))
+            return self._used() + self._reserved, pinned, len(self._files)
+
+    def check_writable(self) -> None:
+        """Raise TierUnavailable where saving is not allowed."""
+        if not self.writable:
+            raise TierUnavailable(
+                'saving capsules to disk is not allowed: set allow_disk and a disk budget'
+            )
+
+    def reserve(self, header: Header) -> None:
+        """Make room for a file under the quota, by dropping the least recently used unpinned.
+
+        :raises BudgetFull: what is left is pinned, or the file is larger than the quota or the
+            file system; nothing was dropped.
+        """
+        self.check_writable()
+        asked = header.file_bytes
+        with self._lock:
+            self._expire()
+            loose = [key for key in self._files if not self._pinned(key)]
+            freed = sum(self._files[key].file_bytes for key in loose)
+            used = self._used() + self._reserved
+            if used - freed + asked > self.quota_bytes:
+                raise BudgetFull(
+                    f'disk tier: {asked} bytes asked, {used - freed} of {self.quota_bytes} are '
+                    'pinned or being written: drop or unpin capsules, or raise the disk budget'
+                )
+            system = os.fstatvfs(self._fd)
+            if asked > system.f_bavail * system.f_frsize + freed:
+                raise BudgetFull(
+                    f'disk tier: {asked} bytes asked, the file system has '
+                    f'{system.f_bavail * system.f_frsize} free: make room or use another directory'
+                )
+            for key in loose:
+                if self._used() + self._reserved + asked <= self.quota_bytes:
+                    break
+                self._leave(key, f'least recently used when {asked} bytes were needed on disk')
+            self._reserved += asked
+
+    def save(
+        self, key: Key, header: Header, data: Sequence[memoryview]
+    ) -> Future[Stored]:
+        """Write in the background; `reserve` was called. `data` must stay until it is done."""
+
+        def write() -> Stored:
+            try:
+                done = files.save(self._fd, files.file_name(*key), header, data, replacing=False)
+                stored = Stored(done, done.file_bytes)
+                with self._lock:
+                    self._files[key] = stored
+                return stored
+            finally:
+                with self._lock:
+                    self._reserved -= header.file_bytes
+
+        return self._writer.submit(write)
+
+    def load(self, key: Key, expected: Header, into: Sequence[memoryview]) -> None:
+        """Read a file's data into host memory, every digest checked.
+
+        :raises CapsuleCorrupt: the file changed since it was listed, or its bytes did.
+        """
+        name = files.file_name(*key)
+        with files.opened(name, self._fd) as (fd, size):
+            header = files.read_header(fd, size)
+            if header.digests != expected.digests or header.tensors != expected.tensors:
+                raise CapsuleCorrupt(f'capsule file {name!r} changed since it was listed')
+            files.read_data(fd, header, into)
+        with self._lock:
+            if key in self._files:
+                self._files.move_to_end(key)
+
+    def drop(self, key: Key) -> None:
+        """Delete a file durably; a missing one is fine."""
+        with self._lock:
+            self._files.pop(key, None)
+            files.remove(self._fd, files.file_name(*key))
+
+    def close(self) -> None:
+        """Finish what is being written and let go of the directory."""
+        self._writer.shutdown(wait=True)
+        os.close(self._fd)
+
+    def _used(self) -> int:
+        return sum(stored.file_bytes for stored in self._files.values())
+
+    def _leave(self, key: Key, reason: str) -> None:
+        self.drop(key)
+        self._left(key, reason)
+        self._event('left_disk', key[1], reason)

@@ -1,0 +1,305 @@
+"""Capsule files: written so that a kill at any moment loses nothing, read trusting nothing.
+
+Order of a save: data, header, fsync, rename, fsync of the directory; a file under its final name
+is complete. Files are opened relative to a directory descriptor without following links, so an id
+can neither leave the directory nor be redirected. Pieces of 4 MiB go through the worker pool: each
+is hashed by the thread that reads or writes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Generator
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Sequence
+from concurrent.futures import Future
+import contextlib
+from dataclasses import replace
+import fcntl
+import hashlib
+import itertools
+import os
+from pathlib import Path
+import stat
+
+from ..errors import CapsuleCorrupt
+from ..errors import CapsuleError
+from ..errors import CapsuleExists
+from . import format as container
+from .format import Header
+from .hashing import fold
+from .hashing import GROUP_BYTES
+from .hashing import LEAF_BYTES
+from .hashing import WORKERS
+from .hashing import workers
+
+SUFFIX = '.capsule'
+PIECE_BYTES = 4 << 20
+_TEMPORARY = itertools.count()
+
+
+def file_name(session: str, capsule_id: str) -> str:
+    """Name of a capsule's file; '@' is in no id, so names of two sessions never meet."""
+    return f'{session}@{capsule_id}{SUFFIX}' if session else f'{capsule_id}{SUFFIX}'
+
+
+def open_directory(path: str | Path, create: bool = False) -> int:
+    """Descriptor of a capsule directory, made with mode 0700 if asked.
+
+    :raises CapsuleError: missing or not a directory.
+    """
+    try:
+        if create:
+            os.makedirs(path, mode=0o700, exist_ok=True)
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise CapsuleError(
+            f'capsule directory {str(path)!r} cannot be used: {error.strerror}; '
+            'give an existing directory that this user may write'
+        ) from None
+
+
+@contextlib.contextmanager
+def opened(name: str, directory: int) -> Iterator[tuple[int, int]]:
+    """Open a capsule file for reading as (descriptor, bytes); never a link, pipe or device."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        fd = os.open(name, flags, dir_fd=directory)
+    except OSError as error:
+        raise CapsuleCorrupt(
+            f'capsule file {name!r} cannot be opened: {error.strerror}; links are refused'
+        ) from None
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise CapsuleCorrupt(f'capsule file {name!r} is not a regular file')
+        yield fd, found.st_size
+    finally:
+        os.close(fd)
+
+
+def read_header(fd: int, size: int) -> Header:
+    """Read and check the header of an open file; at most 1 MiB is read."""
+    length = container.header_size(os.pread(fd, 8, 0), size)
+    raw = os.pread(fd, length, 0)
+    if len(raw) != length:
+        raise CapsuleCorrupt(f'capsule file gave {len(raw)} of {length} header bytes')
+    return container.parse(raw, size)
+
+
+def read_data(fd: int, header: Header, into: Sequence[memoryview]) -> None:
+    """Read all data into host memory and check every digest.
+
+    :param into: writable views that together hold exactly `header.data_bytes`.
+    :raises CapsuleCorrupt: a short read, or a group whose digest differs; `into` is then garbage.
+    """
+    offset = header.data_offset
+    with contextlib.suppress(OSError):
+        os.posix_fadvise(fd, offset, header.data_bytes, os.POSIX_FADV_SEQUENTIAL)
+
+    def piece(at: int) -> bytes:
+        end = min(at + PIECE_BYTES, header.data_bytes)
+        _read_exactly(fd, _views(into, at, end), offset + at)
+        return _leaves(into, at, end)
+
+    with contextlib.closing(_by_group(piece, header)) as groups:
+        for number, (found, known) in enumerate(zip(groups, header.digests, strict=True)):
+            if found != known:
+                raise _bad_group(header, number)
+
+
+def stream(fd: int, header: Header) -> Iterator[tuple[int, bytearray]]:
+    """Verified data in groups of 16 MiB as (position, bytes), in bounded memory."""
+    for number, known in enumerate(header.digests):
+        at = number * GROUP_BYTES
+        data = bytearray(min(GROUP_BYTES, header.data_bytes - at))
+        view = memoryview(data)
+        _read_exactly(fd, [view], header.data_offset + at)
+        if fold(_leaves([view], 0, len(data)))[0] != known:
+            raise _bad_group(header, number)
+        yield at, data
+
+
+def save(
+    directory: int, name: str, header: Header, data: Sequence[memoryview], replacing: bool = False
+) -> Header:
+    """Write one capsule file durably and give back its header with digests.
+
+    :param data: host memory that together holds `header.data_bytes`; must not change meanwhile.
+    :raises CapsuleExists: the name is taken and `replacing` is False.
+    :raises CapsuleError: the system refused (disk full, no permission); nothing is left behind.
+    """
+
+    def piece(at: int) -> bytes:
+        end = min(at + PIECE_BYTES, header.data_bytes)
+        digests = _leaves(data, at, end)
+        _write_exactly(fd, _views(data, at, end), header.data_offset + at)
+        return digests
+
+    with _temporary(directory, name, replacing) as (fd, publish):
+        done = replace(header, digests=tuple(_by_group(piece, header)))
+        _write_exactly(fd, [memoryview(container.encode(done))], 0)
+        publish()
+    return done
+
+
+def copy(source: int, header: Header, directory: int, name: str, replacing: bool) -> None:
+    """Copy a checked file to another directory, every digest verified on the way."""
+    with _temporary(directory, name, replacing) as (fd, publish):
+        for at, data in stream(source, header):
+            _write_exactly(fd, [memoryview(data)], header.data_offset + at)
+        _write_exactly(fd, [memoryview(container.encode(header))], 0)
+        publish()
+
+
+def remove(directory: int, name: str) -> None:
+    """Delete a capsule file durably; a missing one is fine."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(name, dir_fd=directory)
+        os.fsync(directory)
+
+
+def clean_temporaries(directory: int) -> list[str]:
+    """Delete what killed writers left; a temporary that a live writer locks is kept."""
+    removed = []
+    for name in os.listdir(directory):
+        if not (name.startswith('.') and name.endswith('.tmp') and SUFFIX in name):
+            continue
+        with contextlib.suppress(OSError):
+            fd = os.open(name, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(name, dir_fd=directory)
+                removed.append(name)
+            finally:
+                os.close(fd)
+    return removed
+
+
+@contextlib.contextmanager
+def _temporary(directory: int, name: str, replacing: bool) -> Iterator[tuple[int, _Publish]]:
+    if not replacing and exists(directory, name):
+        raise CapsuleExists(f'capsule file {name!r} exists: drop it first or use another id')
+    temporary = f'.{name}.{os.getpid()}-{next(_TEMPORARY)}.tmp'
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = -1
+    publish = _Publish(directory, temporary, name)
+    try:
+        fd = os.open(temporary, flags, 0o600, dir_fd=directory)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        publish.fd = fd
+        yield fd, publish
+    except OSError as error:
+        raise CapsuleError(
+            f'capsule file {name!r} was not written: {error.strerror}; free space or check '
+            'permissions, older capsules are untouched'
+        ) from error
+    finally:
+        if fd >= 0:
+            os.close(fd)
+        if not publish.done:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary, dir_fd=directory)
+
+
+class _Publish:
+    """Makes a temporary durable under its final name; the order is the promise of a save."""
+
+    def __init__(self, directory: int, temporary: str, name: str) -> None:
+        self.fd = -1
+        self.done = False
+        self._directory = directory
+        self._names = (temporary, name)
+
+    def __call__(self) -> None:
+        os.fsync(self.fd)
+        os.rename(*self._names, src_dir_fd=self._directory, dst_dir_fd=self._directory)
+        self.done = True
+        os.fsync(self._directory)
+
+
+def exists(directory: int, name: str) -> bool:
+    """Whether anything has this name, links included."""
+    try:
+        os.lstat(name, dir_fd=directory)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _by_group(
+    piece: Callable[[int], bytes], header: Header
+) -> Generator[bytes, None, None]:
+    """Group digests in order, the pieces read or written in parallel with a bounded window."""
+    starts = iter(range(0, header.data_bytes, PIECE_BYTES))
+    window: list[Future[bytes]] = []
+    pending = b''
+    try:
+        for at in itertools.islice(starts, 2 * WORKERS):
+            window.append(workers().submit(piece, at))
+        while window:
+            pending += window.pop(0).result()
+            for at in itertools.islice(starts, 1):
+                window.append(workers().submit(piece, at))
+            if len(pending) >= _GROUP_LEAVES or not window:
+                yield from fold(pending)
+                pending = b''
+    finally:
+        for waiting in window:
+            waiting.cancel()
+        for waiting in window:
+            if not waiting.cancelled():
+                waiting.exception()
+
+
+_GROUP_LEAVES = GROUP_BYTES // LEAF_BYTES * 32
+
+
+def _leaves(data: Sequence[memoryview], begin: int, end: int) -> bytes:
+    found = []
+    for at in range(begin, end, LEAF_BYTES):
+        state = hashlib.sha256()
+        for view in _views(data, at, min(at + LEAF_BYTES, end)):
+            state.update(view)
+        found.append(state.digest())
+    return b''.join(found)
+
+
+def _views(data: Sequence[memoryview], begin: int, end: int) -> list[memoryview]:
+    """The parts of `data` that hold bytes [begin, end) of its concatenation."""
+    found, at = [], 0
+    for view in data:
+        low, high = max(begin - at, 0), min(end - at, len(view))
+        if low < high:
+            found.append(view[low:high])
+        at += len(view)
+        if at >= end:
+            break
+    return found
+
+
+def _read_exactly(fd: int, views: Iterable[memoryview], offset: int) -> None:
+    for view in views:
+        while len(view):
+            count = os.preadv(fd, [view], offset)
+            if count == 0:
+                raise CapsuleCorrupt(f'capsule file ended at byte {offset}: it is cut short')
+            view, offset = view[count:], offset + count
+
+
+def _write_exactly(fd: int, views: Iterable[memoryview], offset: int) -> None:
+    for view in views:
+        while len(view):
+            count = os.pwrite(fd, view, offset)
+            view, offset = view[count:], offset + count
+
+
+def _bad_group(header: Header, number: int) -> CapsuleCorrupt:
+    begin = number * GROUP_BYTES
+    end = min(begin + GROUP_BYTES, header.data_bytes)
+    names = [t.name for t in header.tensors if t.begin < end and t.end > begin]
+    return CapsuleCorrupt(
+        f'capsule {header.info.id!r}: data bytes {begin} to {end} do not match their digest '
+        f'(buffers {", ".join(names[:6])}); drop it and snapshot again'
+    )

@@ -1,0 +1,191 @@
+"""What a store holds: capsules by (session, id), their use, their leases, and why others went."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections import deque
+from collections import OrderedDict
+from collections.abc import Callable
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import replace
+import threading
+
+from ..errors import CapsuleError
+from ..errors import CapsuleExists
+from ..errors import CapsuleNotFound
+from .arena import Place
+from .disk import Key
+from .format import Header
+from .records import CapsuleInfo
+from .records import check_id
+from .records import StoreEvent
+from .records import Tier
+
+GONE_LIMIT = 1024
+EVENT_LIMIT = 1024
+
+
+class Capsule:
+    """Immutable state bytes and the store's notes about them.
+
+    `header` and the bytes at `place` never change once it is published. `leases` counts the copies
+    that read or write the place now: its pages are given back only at zero.
+    """
+
+    __slots__ = (
+        'digest', 'dropped', 'header', 'key', 'last_use', 'leases', 'on_disk', 'pinned', 'place',
+        'saving', 'spill',
+    )
+
+    def __init__(self, key: Key, header: Header, place: Place | None, pinned: bool) -> None:
+        self.key = key
+        self.header = header
+        self.place = place
+        self.pinned = pinned
+        self.leases = 0
+        self.last_use = 0
+        self.on_disk = False
+        self.dropped = False
+        self.spill = False
+        self.saving: Future[CapsuleInfo] | None = None
+        self.digest: bytes | None = None
+
+    @property
+    def tier(self) -> Tier:
+        """The fastest tier that holds it."""
+        if self.place is None:
+            return 'disk'
+        return 'gpu' if self.place.tier == 'gpu' else 'host'
+
+    @property
+    def info(self) -> CapsuleInfo:
+        """How it is listed now."""
+        return replace(
+            self.header.info, tier=self.tier, pinned=self.pinned, on_disk=self.on_disk
+        )
+
+
+class Ledger:
+    """Names, use and reasons.
+
+    `lock` guards it and the page pools; it is held for bookkeeping only, never during a copy, and
+    the disk tier is never called under it: one session's file delays no other's reset, and the
+    disk's own lock may be held when this one is taken.
+
+    :param listener: called with each event, on whatever thread caused it; must not block.
+    """
+
+    def __init__(self, listener: Callable[[StoreEvent], None] | None = None) -> None:
+        self.lock = threading.RLock()
+        self.events: deque[StoreEvent] = deque(maxlen=EVENT_LIMIT)
+        self.counters: Counter[str] = Counter()
+        self._listener = listener
+        self._capsules: dict[Key, Capsule] = {}
+        self._claimed: set[Key] = set()
+        self._gone: OrderedDict[Key, str] = OrderedDict()
+        self._uses = 0
+        self._names = 0
+
+    def event(self, kind: str, capsule_id: str, reason: str) -> None:
+        """Note an eviction, promotion, miss or refusal; takes no lock."""
+        happened = StoreEvent(kind, capsule_id, reason)
+        self.events.append(happened)
+        self.counters[kind] += 1
+        if self._listener is not None:
+            self._listener(happened)
+
+    @contextmanager
+    def counted(self, capsule_id: str | None) -> Iterator[None]:
+        """Note every refusal of a verb with its code and reason."""
+        try:
+            yield
+        except CapsuleError as error:
+            self.event(f'refused:{error.code}', str(capsule_id or '')[:64], str(error))
+            raise
+
+    @contextmanager
+    def claim(self, session: str, capsule_id: str | None) -> Iterator[Key]:
+        """Hold a free name while its capsule is made; None picks the next ``c000001``."""
+        with self.lock:
+            key = (session, self._next_name(session) if capsule_id is None else capsule_id)
+            check_id(key[1])
+            if key in self._capsules or key in self._claimed:
+                raise CapsuleExists(
+                    f'capsule {key[1]!r} exists already: drop it first or use another id'
+                )
+            self._claimed.add(key)
+        try:
+            yield key
+        finally:
+            with self.lock:
+                self._claimed.discard(key)
+
+    def _next_name(self, session: str) -> str:
+        while True:
+            self._names += 1
+            name = f'c{self._names:06d}'
+            if (session, name) not in self._capsules:
+                return name
+
+    def add(self, capsule: Capsule) -> Capsule:
+        """Publish a capsule."""
+        with self.lock:
+            self._capsules[capsule.key] = capsule
+            self._gone.pop(capsule.key, None)
+            self.touch(capsule)
+        return capsule
+
+    def remove(self, capsule: Capsule, reason: str) -> None:
+        """Take a capsule off the list and remember why."""
+        with self.lock:
+            capsule.dropped = True
+            self._capsules.pop(capsule.key, None)
+            self._gone[capsule.key] = reason
+            while len(self._gone) > GONE_LIMIT:
+                self._gone.popitem(last=False)
+
+    def find(self, session: str, capsule_id: str) -> Capsule:
+        """The capsule of that name.
+
+        :raises CapsuleNotFound: with those held, and why this one went if it was held before.
+        """
+        key = (session, check_id(capsule_id))
+        with self.lock:
+            capsule = self._capsules.get(key)
+            if capsule is not None:
+                return capsule
+            held = sorted(k[1] for k in self._capsules if k[0] == session)
+            why = self._gone.get(key)
+        shown = ', '.join(held[:16]) + (f' and {len(held) - 16} more' if len(held) > 16 else '')
+        gone = f'it went: {why}; ' if why else ''
+        raise CapsuleNotFound(
+            f'no capsule {capsule_id!r}{f" of session {session!r}" if session else ""}: {gone}'
+            f'held are {shown or "none"}'
+        )
+
+    def touch(self, capsule: Capsule) -> None:
+        """Make it the most recently used."""
+        with self.lock:
+            self._uses += 1
+            capsule.last_use = self._uses
+
+    def all(self) -> list[Capsule]:
+        """Every capsule, least recently used first."""
+        with self.lock:
+            return sorted(self._capsules.values(), key=lambda capsule: capsule.last_use)
+
+    def pinned(self, key: Key) -> bool:
+        """Whether a name is pinned; takes no lock."""
+        capsule = self._capsules.get(key)
+        return capsule is not None and capsule.pinned
+
+    def forget_file(self, key: Key, reason: str) -> None:
+        """A file left the disk tier; a capsule that was nowhere else is gone."""
+        with self.lock:
+            capsule = self._capsules.get(key)
+            if capsule is not None:
+                capsule.on_disk = False
+                if capsule.place is None:
+                    self.remove(capsule, reason)

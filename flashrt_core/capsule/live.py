@@ -1,0 +1,201 @@
+"""Copies that touch live memory: freeze, thaw, promote. On the session's lane thread only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import CapsuleCorrupt
+from ..errors import ConfigError
+from ..errors import FlashrtError
+from ..errors import SessionPoisoned
+from ..runtime import Backend
+from .arena import Place
+from .boundary import Boundary
+from .boundary import Piece
+from .ledger import Capsule
+from .records import Tier
+from .tiers import Tiers
+from .transfers import match
+from .transfers import swapped
+
+Written = tuple[torch.Tensor, Any]
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """What ran after a snapshot: `run` does it again on the restored state, in place.
+
+    :param run: replays graphs directly (the lane thread is busy) and gives the resulting bytes.
+    """
+
+    run: Callable[[], bytes]
+    expected: bytes
+
+
+class Live:
+    """One store's hands on live buffers."""
+
+    def __init__(self, backend: Backend, tiers: Tiers) -> None:
+        self._backend = backend
+        self._tiers = tiers
+
+    def freeze(self, boundary: Boundary, extents: Mapping[str, int], row: int, tier: Tier,
+               name: str) -> Place:
+        """Copy one row into new pages; nothing is kept if it fails."""
+        packing = boundary.packing(extents)
+        arena = self._tiers.arena(tier)
+        place = self._tiers.room(arena, packing.nbytes, f'snapshot {name!r}')
+        assert place is not None
+        try:
+            ranges = match(packing.pieces, arena.segments(place), row)
+            self._move(boundary, swapped(ranges), arena.tier)
+        except BaseException:
+            self._tiers.give(place)
+            raise
+        return place
+
+    def thaw(
+        self,
+        boundary: Boundary,
+        capsule: Capsule,
+        rows: Sequence[int],
+        written: Sequence[Written],
+        proof: str,
+        finish: Callable[[], None],
+    ) -> float:
+        """Copy a leased, resident capsule into rows; microseconds of the submission.
+
+        :param written: (live tensor, value) put over the copy, for forks.
+        :param finish: the session's own part; its failure counts as the submission's.
+        :raises SessionPoisoned: from the submission on, for any reason.
+        """
+        tables = self._tables(boundary, capsule, rows)
+        ranges = tables[0] if len(tables) == 1 else np.concatenate(tables)
+        assert capsule.place is not None
+        tier = capsule.place.tier
+        started = time.perf_counter()
+        try:
+            if 0 in rows:
+                boundary.note_kv_rewrite(0)
+            self._move(boundary, ranges, tier)
+            if proof == 'digest':
+                self._prove(boundary, capsule, tables)
+            write(written)
+            copy_us = (time.perf_counter() - started) * 1e6
+            finish()
+        except BaseException as error:
+            raise self.poison(boundary, f'restore of {capsule.key[1]!r}', error) from error
+        return copy_us
+
+    def poison(self, boundary: Boundary, what: str, error: BaseException) -> SessionPoisoned:
+        """Mark a session unusable and word the error to raise."""
+        boundary.poisoned = f'{what} failed during its submission: {error}'
+        self._tiers.ledger.event('poisoned', boundary.session, boundary.poisoned)
+        return SessionPoisoned(
+            f'session {boundary.session or "(unnamed)"!r} is poisoned: {boundary.poisoned}; '
+            'restore any of its capsules to go on'
+        )
+
+    def promote(self, boundary: Boundary, capsule: Capsule, row: int) -> None:
+        """Keep a just restored capsule in free gpu pages too, so that the next visit is faster.
+
+        The bytes come from live memory, which equals the capsule now; a failure changes nothing.
+        """
+        if capsule.place is None or capsule.place.tier == 'gpu' or capsule.leases > 1:
+            return
+        gpu = self._tiers.arenas['gpu']
+        nbytes = capsule.header.data_bytes
+        place = self._tiers.room(gpu, nbytes, 'promotion', evict=False)
+        if place is None:
+            return
+        try:
+            ranges = match(self._pieces(boundary, capsule), gpu.segments(place), row)
+            self._move(boundary, swapped(ranges), 'gpu')
+        except FlashrtError as error:
+            self._tiers.give(place)
+            self._tiers.ledger.event('promotion_failed', capsule.key[1], str(error))
+            return
+        self._tiers.adopt(capsule, place)
+        self._tiers.ledger.event('promoted', capsule.key[1], 'restored while gpu pages were free')
+
+    def wait(self, boundary: Boundary) -> None:
+        """Wait for copies submitted by torch on the boundary's stream."""
+        self._move(boundary, np.empty((0, 3), np.int64), 'gpu')
+
+    def _prove(self, boundary: Boundary, capsule: Capsule, tables: Sequence[np.ndarray]) -> None:
+        stream = _stream(boundary)
+        for table in tables:
+            stored = self._tiers.mover.digest(table, 0, stream)
+            if self._tiers.mover.digest(table, 1, stream) != stored:
+                raise CapsuleCorrupt(f'live memory does not hash to capsule {capsule.key[1]!r}')
+
+    def _tables(
+        self, boundary: Boundary, capsule: Capsule, rows: Sequence[int]
+    ) -> list[np.ndarray]:
+        assert capsule.place is not None
+        segments = self._tiers.arenas[capsule.place.tier].segments(capsule.place)
+        pieces = self._pieces(boundary, capsule)
+        return [match(pieces, segments, row) for row in rows]
+
+    def _pieces(self, boundary: Boundary, capsule: Capsule) -> Sequence[Piece]:
+        return boundary.packing(boundary.check_extents(capsule.header.info.extents)).pieces
+
+    def _move(self, boundary: Boundary, ranges: np.ndarray, tier: str) -> None:
+        """One submission on the lane's stream, waited for."""
+        if boundary.lane is None:
+            self._backend.synchronize()
+        mover = self._tiers.mover
+        copy = mover.device if tier == 'gpu' else mover.host
+        copy(ranges, _stream(boundary))
+
+
+def check_overrides(
+    boundary: Boundary, overrides: Mapping[str, Sequence[Any]], rows: Sequence[int]
+) -> list[Written]:
+    """Pairs of live row and value.
+
+    :raises ConfigError: no such state buffer, another number of values than rows, a tensor of
+        another shape or dtype.
+    """
+    found: list[Written] = []
+    names = [entry.name for entry in boundary.entries]
+    for name, values in overrides.items():
+        if name not in names or len(values) != len(rows):
+            raise ConfigError(
+                f'override of {name!r} with {len(values)} values for {len(rows)} rows is refused: '
+                f'name one of the state buffers {names} and give one value per row'
+            )
+        for row, value in zip(rows, values):
+            target = boundary.buffers[name].row(row)
+            if torch.is_tensor(value) and (value.shape, value.dtype) != (
+                target.shape,
+                target.dtype,
+            ):
+                raise ConfigError(
+                    f'override of {name!r} is {value.dtype} {list(value.shape)}, the buffer is '
+                    f'{target.dtype} {list(target.shape)} per row'
+                )
+            found.append((target, value))
+    return found
+
+
+def write(written: Sequence[Written]) -> None:
+    """Put override values into live rows on the current stream."""
+    with torch.no_grad():
+        for target, value in written:
+            if torch.is_tensor(value):
+                target.copy_(value)
+            else:
+                target.fill_(value)
+
+
+def _stream(boundary: Boundary) -> Any:
+    return None if boundary.lane is None else boundary.lane.stream

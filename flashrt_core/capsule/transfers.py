@@ -1,0 +1,176 @@
+"""Copies between live memory, pages and the host arena: one submission each, nothing allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence
+import ctypes
+import threading
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import CapsuleError
+from ..kernels.copy import CopyTable
+from ..kernels.copy import PIECE
+from ..kernels.digest import DigestTable
+from ..runtime import Backend
+from .boundary import Piece
+
+TIMEOUT_S = 30.0
+CAPACITY = 2048
+Segment = tuple[int, int, int]
+"""(packed position, address, bytes)."""
+
+
+def match(pieces: Iterable[Piece], segments: Sequence[Segment], row: int) -> np.ndarray:
+    """Copies from stored form to live memory: int64 [n, 3] of (stored, live, bytes).
+
+    :param segments: the stored form in packed order; each range is contiguous on both sides.
+    """
+    found: list[tuple[int, int, int]] = []
+    at = 0
+    for piece in pieces:
+        begin, end = piece.packed, piece.packed + piece.nbytes
+        live = piece.address + row * piece.row_stride
+        while segments[at][0] + segments[at][2] <= begin:
+            at += 1
+        here = at
+        while begin < end:
+            start, address, size = segments[here]
+            count = min(end, start + size) - begin
+            found.append((address + begin - start, live, count))
+            begin, live, here = begin + count, live + count, here + 1
+    return np.array(found, np.int64).reshape(-1, 3)
+
+
+def stretches(
+    sources: Sequence[Segment], targets: Sequence[Segment], nbytes: int
+) -> np.ndarray:
+    """Copies from one stored form to another: int64 [n, 3] of (source, target, bytes)."""
+    found: list[tuple[int, int, int]] = []
+    at = left = right = 0
+    while at < nbytes:
+        s, t = sources[left], targets[right]
+        count = min(s[0] + s[2], t[0] + t[2], nbytes) - at
+        found.append((s[1] + at - s[0], t[1] + at - t[0], count))
+        at += count
+        left += at == s[0] + s[2]
+        right += at == t[0] + t[2]
+    return np.array(found, np.int64).reshape(-1, 3)
+
+
+def swapped(ranges: np.ndarray) -> np.ndarray:
+    """The same copies in the other direction."""
+    return ranges[:, [1, 0, 2]]
+
+
+def coalesce(ranges: np.ndarray) -> list[tuple[int, int, int]]:
+    """Join copies that go on where the one before ended, on both sides; empty ones go."""
+    found: list[tuple[int, int, int]] = []
+    for source, target, size in ranges.tolist():
+        if found:
+            s, t, n = found[-1]
+            if s + n == source and t + n == target:
+                found[-1] = (s, t, n + size)
+                continue
+        if size:
+            found.append((source, target, size))
+    return found
+
+
+class Mover:
+    """The ways bytes move: the table kernel on the device, DMA between it and the host.
+
+    Made once per store; allocates nothing afterwards. Calls return when the copy is done and may
+    come from any thread; one submission is in flight at a time.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._cuda = backend.name == 'cuda'
+        self._lock = threading.Lock()
+        self._stream = backend.stream(0)
+        self._event = backend.event()
+        self._batch = True
+        self._table = CopyTable(backend, CAPACITY)
+        self._digests = DigestTable(backend, CAPACITY)
+
+    def device(self, ranges: np.ndarray, stream: Any = None) -> None:
+        """Copy within device memory and wait: one submission per 2,048 pieces of 2 MiB.
+
+        :param stream: the lane's where live memory is touched, None for the store's own.
+        """
+        with self._lock:
+            for part in _parts(ranges):
+                self._table.fill(part)
+                self._table.submit(stream or self._stream)
+                self._wait(stream or self._stream, part)
+
+    def host(self, ranges: np.ndarray, stream: Any = None) -> None:
+        """Copy between device and pinned host memory in one batch and wait."""
+        joined = coalesce(ranges)
+        if not self._cuda:
+            for source, target, size in joined:
+                ctypes.memmove(target, source, size)
+            return
+        with self._lock:
+            self._submit_host(joined, (stream or self._stream).cuda_stream)
+            self._wait(stream or self._stream, ranges)
+
+    def digest(self, ranges: np.ndarray, side: int, stream: Any = None) -> tuple[int, ...]:
+        """Digests of one side of copies (0 source, 1 target): equal lists of equal cuts agree."""
+        found = []
+        with self._lock:
+            for part in _parts(ranges):
+                self._digests.fill(part[:, [side, 2]])
+                self._digests.submit(stream or self._stream)
+                found.append(self._digests.result())
+        return tuple(found)
+
+    def _wait(self, stream: Any, ranges: np.ndarray) -> None:
+        self._event.record(stream)
+        if not self._event.wait(TIMEOUT_S):
+            raise CapsuleError(
+                f'a capsule copy of {int(ranges[:, 2].sum())} bytes did not finish within '
+                f'{TIMEOUT_S} s: the device is stuck, restart the process'
+            )
+
+    def _submit_host(self, ranges: list[tuple[int, int, int]], stream: int) -> None:
+        from cuda.bindings import runtime
+
+        with torch.cuda.device(self._backend.device):
+            if self._batch and len(ranges) > 1 and hasattr(runtime, 'cudaMemcpyBatchAsync'):
+                sources, targets, sizes = (list(column) for column in zip(*ranges))
+                order = runtime.cudaMemcpyAttributes()
+                order.srcAccessOrder = (
+                    runtime.cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderStream
+                )
+                status = runtime.cudaMemcpyBatchAsync(
+                    targets, sources, sizes, len(ranges), [order], [0], 1, stream
+                )[0]
+                if int(status) == 0:
+                    return
+                # Drivers before 12.8 have no batches; a real fault shows again in the loop.
+                self._batch = False
+            for source, target, size in ranges:
+                (status,) = runtime.cudaMemcpyAsync(
+                    target, source, size, runtime.cudaMemcpyKind.cudaMemcpyDefault, stream
+                )
+                if int(status) != 0:
+                    raise CapsuleError(f'the driver refused a copy of {size} bytes: {status}')
+
+
+def _parts(ranges: np.ndarray) -> Iterable[np.ndarray]:
+    """Cut a list of copies so that each part fits the table; nearly always one part."""
+    if int((-(-ranges[:, 2] // PIECE)).sum()) <= CAPACITY:
+        return [ranges]
+    step = CAPACITY // 4 * PIECE
+    cut = np.array([
+        (source + at, target + at, min(step, size - at))
+        for source, target, size in ranges.tolist()
+        for at in range(0, size, step)
+    ], np.int64)
+    part = np.cumsum(-(-cut[:, 2] // PIECE)) // (CAPACITY // 2)
+    return [cut[part == number] for number in np.unique(part)]
