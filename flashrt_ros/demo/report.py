@@ -258,8 +258,8 @@ def _real_time(run: Run) -> str:
     counters = ', '.join(f'{k} {v:g}' for k, v in samples.counters.items())
     return (
         f'<h2>Real-time episode</h2><p>{samples.seconds:.1f} s at '
-        f'{1000 / samples.period_ms:.0f} Hz, robot and executor in separate processes on a machine '
-        'that also runs this demo: figures of this machine today, no promise.</p>'
+        f'{1000 / samples.period_ms:.0f} Hz, robot and executor in separate processes on a '
+        'machine that also runs this demo: figures of this machine today, no promise.</p>'
         + _table(('', '>samples', '>p50, ms', '>p99, ms', '>max, ms'), rows)
         + f'<figure>{_img(plots.real_time_png(samples), "jitter and latency")}</figure>'
         + (f'<p class="sub">{html.escape(counters)}</p>' if counters else '')

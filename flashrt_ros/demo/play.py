@@ -1,0 +1,202 @@
+"""The demo from start to report: processes up, episodes, real time, HTML."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+import datetime
+import importlib.metadata
+import os
+from pathlib import Path
+import platform
+import shlex
+import sys
+import time
+
+from flashrt_core.errors import ConfigError
+from flashrt_ros.conductor import Conductor
+from flashrt_ros.demo.lockstep import LockStep
+from flashrt_ros.demo.realtime import real_time_episode
+from flashrt_ros.demo.record import Run
+from flashrt_ros.demo.report import write_report
+from flashrt_ros.demo.terminal import Terminal
+from flashrt_ros.msg import ExecutorStatus
+from flashrt_ros.processes import ProcessError
+from flashrt_ros.processes import ProcessGroup
+from flashrt_ros.qos import config_path
+from flashrt_ros.qos import use_large_message_profile
+
+NAMESPACE = 'demo'
+START_TIMEOUT_S = 120.0
+STORIES = ('rollback', 'fork', '')
+PACKAGES = ('torch', 'numpy', 'opencv-python-headless', 'safetensors', 'matplotlib')
+
+
+class DomainCrowded(ProcessError):
+    """Other nodes talk on the domain that the demo was given."""
+
+    code = 'domain_crowded'
+
+
+def parser() -> argparse.ArgumentParser:
+    """Command line of the demo."""
+    p = argparse.ArgumentParser(prog='demo', description=__doc__)
+    p.add_argument('--episodes', type=int, default=3, help='policy episodes in lock-step')
+    p.add_argument('--steps', type=int, default=0, help='steps of each; 0: 120, quick 60')
+    p.add_argument('--quick', action='store_true', help='shorter episodes, short real time')
+    p.add_argument('--no-realtime', action='store_true', help='leave out the real-time episode')
+    p.add_argument('--seconds', type=float, default=0.0, help='real time; 0: 8 s, quick 3 s')
+    p.add_argument('--out', type=Path, default=Path('out/demo'), help='folder of report and logs')
+    p.add_argument('--domain-id', type=int, default=None, help='default: a free one')
+    p.add_argument('--device', default='auto', choices=('auto', 'cpu', 'cuda'))
+    p.add_argument('--policy-config', default='tiny', help='named size of the policy')
+    return p
+
+
+def play(argv: Sequence[str], terminal: Terminal) -> int:
+    """Run everything; the report is written even when a later stage fails.
+
+    :raises FlashrtError: a process died, a service refused, nothing came.
+    """
+    args, ros_args = parser().parse_known_args(argv)
+    if ros_args and ros_args[0] != '--ros-args':
+        raise ConfigError(f'unknown argument {ros_args[0]!r}; --help lists those there are')
+    if args.episodes < 1:
+        raise ConfigError(f'--episodes is {args.episodes}; give at least 1')
+    out: Path = args.out
+    out.mkdir(parents=True, exist_ok=True)
+    report = out / 'report.html'
+    run = Run(
+        started=datetime.datetime.now().astimezone().isoformat(sep=' ', timespec='seconds'),
+        command=shlex.join(['python', '-m', 'flashrt_ros.demo', *argv]),
+        quick=args.quick,
+        machine=machine(),
+        versions=versions(),
+    )
+    use_large_message_profile()
+    terminal.title('flashrt_ros demo: a robot whose mind is reset by restoring a capsule')
+    terminal.note(
+        'The policy is untrained (random weights): its arm wanders. The scripted expert solves '
+        'the task.'
+    )
+    try:
+        _lock_step(args, run, terminal)
+        if not args.no_realtime:
+            _real_time(args, run, terminal)
+    except BaseException as error:
+        run.failures.append(f'the run ended early: {type(error).__name__}: {error}')
+        raise
+    finally:
+        run.seconds = terminal.seconds
+        if run.episodes:
+            terminal.stage('Report')
+            write_report(run, report)
+            run.save(out / 'run.json')
+            run.seconds = terminal.seconds
+            terminal.done(str(report))
+    for failure in run.failures:
+        terminal.error(failure)
+    terminal.title(f'{terminal.seconds:.0f} s in all; open {report.resolve().as_uri()}')
+    return 1 if run.failures else 0
+
+
+def _start(
+    group: ProcessGroup, args: argparse.Namespace, terminal: Terminal, *, lock_step: bool
+) -> Conductor:
+    """Start both nodes and give a conductor once the executor is active."""
+    terminal.stage(f'Start on ROS domain {group.domain_id}')
+    files = [config_path('demo.yaml')]
+    robot: dict[str, object] = {}
+    brain: dict[str, object] = {'device': args.device, 'policy_config': args.policy_config}
+    if not lock_step:
+        robot = {'lock_step': False, 'publish_clock': False}
+        brain.update(lock_step=False, use_sim_time=False)
+    group.start('tabletop', namespace=NAMESPACE, params_files=files, params=robot)
+    group.start('executor', namespace=NAMESPACE, params_files=files, params=brain)
+    conductor = Conductor(
+        group,
+        namespace=NAMESPACE,
+        views=('top', 'wrist') if lock_step else ('top',),
+        reliable=lock_step,
+    )
+    try:
+        conductor.wait_for_services(START_TIMEOUT_S)
+        strangers = conductor.strangers()
+        if strangers:
+            raise DomainCrowded(
+                f'ROS domain {group.domain_id} is crowded: {", ".join(strangers[:6])} talk on it; '
+                'leave out --domain-id, or end those nodes'
+            )
+
+        def show(status: ExecutorStatus) -> None:
+            terminal.progress(int(status.progress * 100), 100, status.phase)
+
+        conductor.wait_until_active(START_TIMEOUT_S, show)
+    except BaseException:
+        conductor.close()
+        raise
+    return conductor
+
+
+def _lock_step(args: argparse.Namespace, run: Run, terminal: Terminal) -> None:
+    steps = args.steps or (60 if args.quick else 120)
+    with ProcessGroup(args.out / 'log', domain_id=args.domain_id) as group:
+        run.domain_id = group.domain_id
+        began = time.monotonic()
+        with _start(group, args, terminal, lock_step=True) as conductor:
+            run.startup['robot and executor'] = time.monotonic() - began
+            status = conductor.heard.status
+            if status is not None:
+                run.policy, run.device = f'{status.policy} {args.policy_config}', status.device
+            terminal.done(f'{run.policy} on {run.device}, robot and executor in own processes')
+            stage = LockStep(conductor, run, terminal)
+            for number in range(1, args.episodes + 1):
+                stage.policy_episode(number, steps, story=STORIES[(number - 1) % len(STORIES)])
+            stage.expert_episode(seed=5)
+            stage.list_capsules()
+            run.processes = group.describe()
+        _check_exits(group, run)
+
+
+def _real_time(args: argparse.Namespace, run: Run, terminal: Terminal) -> None:
+    seconds = args.seconds or (3.0 if args.quick else 8.0)
+    with ProcessGroup(args.out / 'log' / 'realtime', domain_id=args.domain_id) as group:
+        with _start(group, args, terminal, lock_step=False) as conductor:
+            terminal.done('real time')
+            real_time_episode(conductor, run, terminal, seed=args.episodes + 1, seconds=seconds)
+        _check_exits(group, run)
+
+
+def _check_exits(group: ProcessGroup, run: Run) -> None:
+    for name, code in group.stop().items():
+        if code != 0:
+            run.failures.append(f'{name} did not end in order: exit {code}')
+
+
+def machine() -> dict[str, str]:
+    """Name what this runs on."""
+    model = ''
+    try:
+        for line in Path('/proc/cpuinfo').read_text().splitlines():
+            if line.startswith('model name'):
+                model = line.split(':', 1)[1].strip()
+                break
+    except OSError:
+        pass
+    cores = len(os.sched_getaffinity(0))
+    return {
+        'machine': f'{platform.machine()}, {cores} cores{", " + model if model else ""}',
+        'system': f'{platform.system()} {platform.release()}',
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions that matter for a report."""
+    found = {'python': '.'.join(map(str, sys.version_info[:3]))}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    found['ROS'] = os.environ.get('ROS_DISTRO', 'jazzy (wheels)')
+    return found
