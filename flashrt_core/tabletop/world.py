@@ -21,6 +21,7 @@ from flashrt_core.errors import ParameterInvalid
 from flashrt_core.tabletop import kinematics
 from flashrt_core.tabletop.contacts import Block
 from flashrt_core.tabletop.contacts import Disc
+from flashrt_core.tabletop.contacts import HALF
 from flashrt_core.tabletop.contacts import settle
 from flashrt_core.tabletop.kinematics import FINGER_RADIUS_M
 from flashrt_core.tabletop.kinematics import OPEN_WIDTH_M
@@ -260,6 +261,9 @@ class World:
         aligned = round(turn / (math.pi / 2)) * (math.pi / 2)
         self._grip = [along, 0.8 * across, turn + 0.2 * (aligned - turn)]
         self._carry()
+        if self._lift < 0.5:
+            others = [block for at, block in enumerate(self._blocks) if at != self._held]
+            settle(others, finger_discs(kinematics.forward(self._joints), self._joints[3]))
         if self._joints[3] < _RELEASE_GRIPPER and target[3] < HOLD_GRIPPER:
             self._held = -1
             settle(self._blocks)
@@ -317,12 +321,13 @@ class World:
     def _centre(self, index: int, tool: kinematics.ToolPose) -> None:
         """Keep a block between the closing fingers: they push it inwards and straighten it."""
         along, across, turn = self._in_tool_frame(index, tool)
-        width = (1.0 - self._joints[3]) * OPEN_WIDTH_M
-        room = max(0.0, 0.5 * (width - BLOCK_SIDE_M))
-        across = max(-room, min(room, across))
+        half_width = 0.5 * (1.0 - self._joints[3]) * OPEN_WIDTH_M
         aligned = round(turn / (math.pi / 2)) * (math.pi / 2)
-        slack = 2.0 * room / BLOCK_SIDE_M  # rad a block between fingers this wide may be turned
-        turn = aligned + max(-slack, min(slack, turn - aligned))
+        slack = max(0.0, half_width / HALF - 1.0)  # rad a block of so much room may be turned
+        tilt = max(-slack, min(slack, turn - aligned))
+        room = max(0.0, half_width - HALF * (math.cos(tilt) + abs(math.sin(tilt))))
+        across = max(-room, min(room, across))
+        turn = aligned + tilt
         self._grip = [along, across, turn]
         held, self._held = self._held, index
         self._carry()
