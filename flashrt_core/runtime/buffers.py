@@ -1,6 +1,7 @@
 """Buffers: named memory with one address for life, and the set that one session owns."""
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -212,9 +213,9 @@ class BufferSet:
         ordered = list(specs)
         if rows < 1:
             raise ConfigError(f'buffer set {name!r} has {rows} rows; it needs at least 1')
-        repeated = {s.name for s in ordered if sum(o.name == s.name for o in ordered) > 1}
+        repeated = [n for n, uses in Counter(spec.name for spec in ordered).items() if uses > 1]
         if repeated:
-            raise ConfigError(f'buffer set {name!r} names {sorted(repeated)} more than once')
+            raise ConfigError(f'buffer set {name!r} names {repeated} more than once')
         self._slots: dict[str, int] = {}
         row_bytes = 0
         for spec in ordered:

@@ -4,8 +4,9 @@ from __future__ import annotations
 import inspect
 import re
 
-from flashrt_core import errors
 import pytest
+
+from flashrt_core import errors
 
 ALL = [value for value in vars(errors).values()
        if inspect.isclass(value) and issubclass(value, errors.FlashrtError)]

@@ -8,9 +8,10 @@ import pkgutil
 import subprocess
 import sys
 
+import pytest
+
 import flashrt_core.kernels
 from flashrt_core.kernels import _triton
-import pytest
 
 SHARED_LIMIT = {87: 163 << 10, 90: 227 << 10, 110: 227 << 10, 121: 99 << 10}  # bytes per block
 DIRECTORY = Path(flashrt_core.kernels.__path__[0])
@@ -67,9 +68,10 @@ def test_it_compiles_to_a_cubin_within_shared_memory(variant, arch, tmp_path, mo
 
 def test_copies_are_compiled_to_16_byte_accesses(tmp_path, monkeypatch):
     triton = pytest.importorskip('triton')
-    from flashrt_core.kernels.copy import VARIANTS
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+
+    from flashrt_core.kernels.copy import VARIANTS
     monkeypatch.setenv('TRITON_CACHE_DIR', str(tmp_path))
     variant = VARIANTS[0]
     source = ASTSource(variant.kernel.jit, signature=dict(variant.signature),

@@ -1,13 +1,14 @@
 """The copy table: every byte of every range arrives, and no other byte changes."""
 from __future__ import annotations
 
+import numpy as np
+import pytest
+import torch
+
 from flashrt_core.errors import ContractError
 from flashrt_core.kernels import copy
 from flashrt_core.kernels.copy import CopyTable
 from flashrt_core.kernels.copy import PIECE
-import numpy as np
-import pytest
-import torch
 
 SIZES = (0, 1, 2, 15, 16, 17, 255, 256, 4096, 16_383, 16_384, 16_385, 100_001, PIECE, PIECE + 1,
          2 * PIECE + 12_345)

@@ -1,6 +1,10 @@
 """The digest: one formula on every device, and every change of a byte or an order shows."""
 from __future__ import annotations
 
+import numpy as np
+import pytest
+import torch
+
 from flashrt_core.errors import ContractError
 from flashrt_core.kernels import digest as module
 from flashrt_core.kernels.digest import C1
@@ -10,9 +14,6 @@ from flashrt_core.kernels.digest import digest
 from flashrt_core.kernels.digest import DigestTable
 from flashrt_core.kernels.digest import MASK
 from flashrt_core.kernels.digest import PIECE
-import numpy as np
-import pytest
-import torch
 
 
 def numpy_digest(ranges: list[bytes]) -> int:

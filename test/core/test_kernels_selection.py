@@ -1,9 +1,10 @@
 """Which implementation runs: the kernel where its check passed, the reference elsewhere."""
 from __future__ import annotations
 
-from flashrt_core.kernels import _triton
 import pytest
 import torch
+
+from flashrt_core.kernels import _triton
 
 CUDA = torch.device('cuda', 5)
 

@@ -1,11 +1,12 @@
 """Noise: the published vectors, the same bits in numpy and torch, streams that differ."""
 from __future__ import annotations
 
-from flashrt_core.errors import ContractError
-from flashrt_core.runtime import philox
 import numpy as np
 import pytest
 import torch
+
+from flashrt_core.errors import ContractError
+from flashrt_core.runtime import philox
 
 # Random123 1.14, tests/kat_vectors: philox4x32 10 (counter, key, block).
 PUBLISHED = (
