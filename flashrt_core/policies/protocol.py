@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from flashrt_core.capsule.boundary import Boundary
+    from flashrt_core.capsule import Boundary
     from flashrt_core.runtime import Backend
     from flashrt_core.runtime import BufferSet
     from flashrt_core.runtime import Lane

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashrt_core.capsule.boundary import Boundary
-from flashrt_core.capsule.hashing import weights_digest
-from flashrt_core.capsule.identity import Identity
-from flashrt_core.capsule.identity import numerics_of
+from flashrt_core.capsule import Boundary
+from flashrt_core.capsule import Identity
+from flashrt_core.capsule import numerics_of
+from flashrt_core.capsule import weights_digest
 from flashrt_core.checkpoints import assemble
 from flashrt_core.checkpoints import check_keys
 from flashrt_core.checkpoints import pi0_canonical

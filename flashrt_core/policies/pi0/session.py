@@ -9,7 +9,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import replace
 from typing import Any
 
-from flashrt_core.capsule.boundary import Boundary
+from flashrt_core.capsule import Boundary
 from flashrt_core.errors import ConfigError
 from flashrt_core.errors import LaneError
 from flashrt_core.errors import LaneTimeout

@@ -1,0 +1,109 @@
+"""Pi0's config: names, files, overrides, and what is refused."""
+from __future__ import annotations
+
+from dataclasses import replace
+import math
+from pathlib import Path
+from typing import Any
+
+from _pi0 import SMALL
+import pytest
+
+from flashrt_core.errors import ConfigError
+from flashrt_core.nn import GemmaDims
+from flashrt_core.policies.pi0 import load_config
+from flashrt_core.policies.pi0 import Statistics
+from flashrt_core.policies.pi0.config import NAMED
+from flashrt_core.policies.pi0.config import PI0
+from flashrt_core.policies.pi0.weights import random_weight
+from flashrt_core.policies.pi0.weights import weight_specs
+
+CONFIG = Path(__file__).parents[2] / 'config'
+
+
+@pytest.mark.parametrize('name', ['tiny', 'pi0'])
+def test_a_name_and_its_file_give_the_same_config(name):
+    file = CONFIG / ('pi0.yaml' if name == 'pi0' else f'pi0_{name}.yaml')
+    assert load_config(name) == load_config(file) == load_config(str(file)) == NAMED[name]
+
+
+def test_a_mapping_overrides_single_values_of_its_base():
+    config = load_config({
+        'base': 'tiny', 'horizon': 16, 'vision': {'layers': 1}, 'views': ['top'],
+        'statistics': {'state_mean': [1, 2, 3, 4]}})
+    assert (config.horizon, config.vision.layers, config.views) == (16, 1, ('top',))
+    assert config.statistics.state_mean == (1.0, 2.0, 3.0, 4.0)
+    assert config.vision.width == NAMED['tiny'].vision.width
+
+
+@pytest.mark.parametrize('record, message', [
+    ({'base': 'huge'}, "'huge'.*pi0.*tiny"),
+    ({'horizn': 3}, 'horizn.*horizon'),
+    ({'vision': {'depth': 3}}, 'vision.depth'),
+    ({'vision': 3}, 'vision is 3'),
+    ({'horizon': 2.5}, 'horizon is 2.5'),
+    ({'horizon': True}, 'horizon is True'),
+    ({'horizon': '8'}, "horizon is '8'"),
+    ({'views': 'top'}, "views is 'top'"),
+    ({'views': ['top', 3]}, r'views\[1\] is 3'),
+    ({'horizon': 0}, 'horizon is 0'),
+    ({'views': []}, 'views'),
+    ({'views': ['top', 'top']}, 'views'),
+    ({'vision': {'image_size': 85}}, 'image_size 85'),
+    ({'expert': {'layers': 2}}, 'layer by layer'),
+    ({'state_dim': 9}, 'state_dim 9'),
+    ({'blend_steps': 99}, 'blend_steps is 99'),
+    ({'blend_steps': -1}, 'blend_steps is -1'),
+    ({'relative': [4]}, 'relative'),
+    ({'dtype': 'float16'}, 'float16'),
+    ({'time_dtype': 'float16'}, 'float16'),
+    ({'row_keys': [2]}, 'row_keys'),
+    ({'row_keys': [1, 9]}, 'row_keys'),
+    ({'seed': -1}, 'seed -1'),
+    ({'statistics': {'state_std': [1.0]}}, 'state_std has 1'),
+    ({'statistics': {'action_std': [1.0, 1.0, 0.0, 1.0]}}, 'above 0'),
+    ({'units': ['rad']}, 'units'),
+    ({'cpu_threads': -1}, 'cpu_threads'),
+])
+def test_a_bad_config_is_refused_by_name(record: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message):
+        load_config(record)
+
+
+def test_files_that_are_no_config_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match='neither a file'):
+        load_config(tmp_path / 'none.yaml')
+    for text, message in (('- 1', 'list'), ('a: [', 'not valid YAML')):
+        path = tmp_path / 'bad.yaml'
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            load_config(path)
+
+
+def test_the_full_size_has_the_weights_that_pi0_has():
+    specs = weight_specs(PI0)
+    count = sum(math.prod(spec.shape) for spec in specs.values())
+    # 3.24e9 used by Pi0, less the parts of the prefix' last layer that nothing reads.
+    assert 3.10e9 < count < 3.24e9
+    assert specs['prefix.embed'].shape == (257152, 2048)
+    assert specs['expert.layers.17.qkv'].shape == (2560, 1024)
+    assert 'prefix.layers.17.gate_up' not in specs
+
+
+def test_random_weights_are_the_same_bits_in_any_order_and_everywhere():
+    spec = weight_specs(SMALL)['expert.layers.0.down']
+    values = random_weight('expert.layers.0.down', spec, 3)
+    assert values.shape == spec.shape and abs(float(values.std()) - spec.scale) < 0.02
+    assert [v.hex() for v in values.flatten()[:3].tolist()] == [
+        '-0x1.35c5a80000000p-4', '0x1.966e600000000p-6', '0x1.8a52a00000000p-6']
+    assert not values.equal(random_weight('expert.layers.0.down', spec, 4))
+    assert not values.flatten()[:9].equal(random_weight('expert.norm', spec, 3).flatten()[:9])
+
+
+def test_the_layout_fields_name_every_setting_that_changes_numbers():
+    for change in (
+        {'flow_steps': 5}, {'relative': (0,)}, {'statistics': Statistics()},
+        {'time_dtype': 'float32'}, {'views': ('wrist', 'top')}, {'dtype': 'bfloat16'},
+        {'expert': GemmaDims(64, 2, 4, 2, 16, 48)},
+    ):
+        assert replace(SMALL, **change).layout() != SMALL.layout(), change
