@@ -89,7 +89,7 @@ class TabletopNode(Node):
                             self._table['task'] or None, zones=self._table['zones'])
         self._player = CommandPlayer(self._table['hold_after_s'])
         self._sim_ns = _PERIOD_NS
-        self._newest_command_ns = 0
+        self._command_ns = 0
         self._was_holding = False
         self._counts: Counter[str] = Counter()
         self._faults = FaultLog()
@@ -191,7 +191,7 @@ class TabletopNode(Node):
                 now_s = self._player_now_s()
                 start_s = now_s if stamp_ns == 0 else now_s + (stamp_ns - now_ns) / 1e9
                 self._player.accept(points, times, start_s, now_s, self._world.joints)
-                self._newest_command_ns = max(self._newest_command_ns, stamp_ns or now_ns)
+                self._command_ns = stamp_ns or now_ns
                 self._counts['accepted'] += 1
                 self._resolve_wait()
         except FlashrtError as error:
@@ -326,22 +326,23 @@ class TabletopNode(Node):
 
         :raises LaneTimeout: no such command within step_timeout_s; the world has not moved.
         """
-        if stamp_ns <= self._newest_command_ns:
-            return
         arrived = Future()
         limit_s = self._table['step_timeout_s']
-        self._awaited = (stamp_ns, time.monotonic() + limit_s, arrived)
+        with self._lock:
+            if stamp_ns <= self._command_ns:
+                return
+            self._awaited = (stamp_ns, time.monotonic() + limit_s, arrived)
         try:
             if not await arrived:
                 raise LaneTimeout(
                     f'no command stamped {stamp_ns / 1e9:.3f} s or later within {limit_s:g} s, '
-                    f'the newest is of {self._newest_command_ns / 1e9:.3f} s; the world has not '
+                    f'the last one is of {self._command_ns / 1e9:.3f} s; the world has not '
                     f'moved')
         finally:
             self._awaited = None
 
     def _resolve_wait(self) -> None:
-        if self._awaited is not None and self._newest_command_ns >= self._awaited[0]:
+        if self._awaited is not None and self._command_ns >= self._awaited[0]:
             if not self._awaited[2].done():
                 self._awaited[2].set_result(True)
 
