@@ -389,7 +389,7 @@ def test_a_capsule_survives_every_tier_move_byte_for_byte(backend: Backend) -> N
 def test_capsules_in_scattered_pages_are_exact(backend: Backend) -> None:
     session = Session(backend)
     pages = state_pages(session)
-    store = small_store(backend, gpu=(3 * pages + 1) * PAGE, host=0)
+    store = small_store(backend, gpu=(pages + 2) * PAGE, host=0)
     session.length = 3
     assert state_pages(session) < pages
     for name in ('hole-1', 'keep-1', 'hole-2', 'keep-2', 'hole-3'):

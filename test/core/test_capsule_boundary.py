@@ -1,0 +1,134 @@
+"""The boundary's closed list, its ranges, and what it refuses."""
+from __future__ import annotations
+
+from _capsules import IDENTITY
+from _capsules import KV
+from _capsules import Session
+from _capsules import SPECS
+import pytest
+import torch
+
+from flashrt_core.capsule import Boundary
+from flashrt_core.capsule.boundary import PACK_ALIGN
+from flashrt_core.errors import AddressChanged
+from flashrt_core.errors import BoundaryIncomplete
+from flashrt_core.errors import CapsuleIdInvalid
+from flashrt_core.errors import ConfigError
+from flashrt_core.runtime import Backend
+from flashrt_core.runtime import BufferSet
+from flashrt_core.runtime import BufferSpec
+from flashrt_core.runtime import Kind
+from flashrt_core.runtime import Role
+
+STATE = [spec.name for spec in SPECS if spec.role is Role.STATE]
+
+
+def test_every_state_buffer_is_listed_with_kind_and_place(backend: Backend) -> None:
+    session = Session(backend, rows=3)
+    entries = session.boundary.entries
+    assert [entry.name for entry in entries] == STATE
+    assert {entry.name for entry in entries if entry.offset < 0} == set(KV)
+    assert all(entry.kind == spec.kind.value for entry, spec in zip(entries, SPECS) if spec.kind)
+
+
+def test_a_live_state_buffer_that_is_not_listed_is_an_error(backend: Backend) -> None:
+    buffers = BufferSet(backend, SPECS)
+    for name in STATE:
+        order = [other for other in STATE if other != name]
+        with pytest.raises(BoundaryIncomplete, match=rf"not listed \['{name}'\]"):
+            Boundary(buffers, IDENTITY, order=order)
+    for odd in ([*STATE, 'scratch'], [*STATE, 'nothing'], [*STATE, STATE[0]]):
+        with pytest.raises(BoundaryIncomplete):
+            Boundary(buffers, IDENTITY, order=odd)
+    assert len(Boundary(buffers, IDENTITY, order=STATE[::-1]).entries) == len(STATE)
+
+
+def test_a_buffer_that_appears_later_is_noticed(
+        backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = Session(backend)
+    session.boundary.check_closed()
+    more = BufferSet(backend, (BufferSpec('late', Role.STATE, torch.int64, (), kind=Kind.META),))
+    both = (*session.buffers.state(), *more.state())
+    monkeypatch.setattr(session.buffers, 'state', lambda: both)
+    with pytest.raises(BoundaryIncomplete, match='late'):
+        session.boundary.check_closed()
+
+
+def test_a_buffer_that_moved_is_noticed(backend: Backend) -> None:
+    session = Session(backend)
+    buffer = session.buffers['kv.1']
+    buffer.tensor.set_(buffer.tensor.clone())
+    with pytest.raises(AddressChanged, match=r'kv\.1'):
+        session.boundary.check_closed()
+
+
+def test_ranges_are_the_arena_row_then_each_kv_from_token_zero(backend: Backend) -> None:
+    session = Session(backend, rows=3)
+    session.length = 5
+    arena = session.buffers.arena
+    for row in range(3):
+        first, *kv = session.boundary.ranges(row)
+        assert first == (arena[row].data_ptr(), arena.shape[1])
+        assert kv == [
+            (session.buffers[name].row(row).data_ptr(), 5 * 2 * 4 * 64 * 2) for name in KV]
+    session.length = 0
+    assert len(session.boundary.ranges()) == 1
+
+
+def test_packed_pieces_are_aligned_and_tensors_cover_every_byte(backend: Backend) -> None:
+    session = Session(backend)
+    for length in (0, 1, 7, 96):
+        session.length = length
+        packing = session.boundary.packing(session.boundary.extents())
+        assert all(piece.packed % PACK_ALIGN == 0 for piece in packing.pieces)
+        at = 0
+        for row in packing.tensors:
+            assert row.begin == at
+            at = row.end
+        assert at == packing.nbytes
+        assert {row.name for row in packing.tensors if not row.name.startswith('_gap')} == set(
+            STATE)
+
+
+@pytest.mark.parametrize('extent', [{}, {'kv.0': 1}, {'kv.0': 1, 'kv.1': 97},
+                                    {'kv.0': -1, 'kv.1': 0}, {'kv.0': 1, 'kv.1': 1, 'seed': 0}])
+def test_extents_that_do_not_name_each_kv_buffer_in_range_are_refused(
+        backend: Backend, extent: dict[str, int]) -> None:
+    buffers = BufferSet(backend, SPECS)
+    with pytest.raises(BoundaryIncomplete, match='extent'):
+        Boundary(buffers, IDENTITY, lambda: extent).ranges()
+
+
+def test_the_buffer_layout_is_part_of_the_identity(backend: Backend) -> None:
+    one = Session(backend).boundary.identity
+    reordered = Boundary(BufferSet(backend, SPECS[::-1]), IDENTITY).identity
+    retyped = Session(backend, specs=(
+        BufferSpec('seed', Role.STATE, torch.int32, (2,), kind=Kind.RNG), *SPECS[1:])).boundary
+    assert one == Session(backend, rows=4).boundary.identity
+    assert one.layout_digest != reordered.layout_digest
+    assert one.layout_digest != retyped.identity.layout_digest
+    assert [field for _, field, _, _ in one.diff(retyped.identity)] == ['buffer.000.seed']
+
+
+def test_a_layout_field_reserved_for_buffers_cannot_be_set(backend: Backend) -> None:
+    identity = type(IDENTITY)({'buffer.000.seed': 'mine'}, {})
+    with pytest.raises(ConfigError, match='reserved'):
+        Boundary(BufferSet(backend, SPECS), identity)
+
+
+def test_session_names_are_safe_for_files(backend: Backend) -> None:
+    with pytest.raises(CapsuleIdInvalid, match='session name'):
+        Session(backend, name='../x')
+
+
+def test_state_without_a_row_axis_is_refused(backend: Backend) -> None:
+    spec = BufferSpec('flat', Role.STATE, torch.int64, (4,), kind=Kind.META, rows=False)
+    with pytest.raises(BoundaryIncomplete, match='row axis'):
+        Boundary(BufferSet(backend, (spec,)), IDENTITY)
+
+
+def test_state_in_host_memory_is_listed_too(backend: Backend) -> None:
+    spec = BufferSpec('host', Role.STATE, torch.int64, (4,), kind=Kind.META, host=True)
+    boundary = Boundary(BufferSet(backend, (*SPECS, spec)), IDENTITY,
+                        lambda: dict.fromkeys(KV, 1))
+    assert boundary.ranges()[-1][1] == 32

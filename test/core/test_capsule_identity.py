@@ -1,0 +1,116 @@
+"""Identities: digests, differences, numerics of the machine, digests of weights."""
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from flashrt_core.capsule import config_fields
+from flashrt_core.capsule import file_digest
+from flashrt_core.capsule import Identity
+from flashrt_core.capsule import numerics_of
+from flashrt_core.capsule import weights_digest
+from flashrt_core.capsule.identity import describe_diff
+from flashrt_core.errors import ConfigError
+
+
+def test_digests_depend_on_content_not_on_order() -> None:
+    one = Identity({'a': '1', 'b': '2'}, {'c': '3'})
+    two = Identity({'b': '2', 'a': '1'}, {'c': '3'})
+    assert one == two and hash(one) == hash(two)
+    assert one.layout_digest == two.layout_digest and len(one.layout_digest) == 64
+    assert one.layout_digest != Identity({'a': '1', 'b': '3'}).layout_digest
+    assert one.layout_digest != Identity({'a': '1b', '': '2'}).layout_digest
+
+
+def test_differences_name_level_field_and_both_values() -> None:
+    mine = Identity({'config': 'a', 'only': 'x'}, {'torch': '2.11'})
+    theirs = Identity({'config': 'b'}, {'torch': '2.12'})
+    assert mine.diff(theirs) == [
+        ('layout', 'config', 'a', 'b'), ('layout', 'only', 'x', '-'),
+        ('numerics', 'torch', '2.11', '2.12')]
+    text = describe_diff(mine.diff(theirs))
+    assert "layout.config: here 'a', capsule 'b'" in text and 'numerics.torch' in text
+
+
+def test_a_long_difference_is_cut() -> None:
+    mine = Identity({f'f{number}': 'x' * 500 for number in range(40)})
+    text = describe_diff(mine.diff(Identity({})))
+    assert 'and 28 more' in text and len(text) < 2500
+
+
+@pytest.mark.parametrize('fields', [{'a': 1}, {1: 'a'}, {'a': None}, {'a': 'x' * 5000}])
+def test_fields_are_text(fields: dict) -> None:
+    with pytest.raises(ConfigError, match='str'):
+        Identity(fields)
+
+
+def test_an_identity_cannot_be_changed() -> None:
+    fields = {'a': '1'}
+    identity = Identity(fields)
+    fields['a'] = '2'
+    assert identity.layout['a'] == '1'
+    with pytest.raises(TypeError):
+        identity.layout['a'] = '2'  # type: ignore[index]
+
+
+def test_numerics_name_the_libraries_and_the_processor() -> None:
+    fields = numerics_of('cpu', {'chunk_plan': '256'})
+    assert fields['torch'] == torch.__version__ and fields['chunk_plan'] == '256'
+    assert {'arch', 'triton', 'backend', 'threads'} <= set(fields)
+    assert all(isinstance(value, str) for value in fields.values())
+
+
+def test_config_becomes_fields() -> None:
+    assert config_fields({'width': 8, 'name': 'x'}) == {
+        'config.width': '8', 'config.name': "'x'"}
+
+
+def test_weight_digests_see_names_types_shapes_and_bytes() -> None:
+    weights = {'a': torch.arange(12.).reshape(3, 4), 'b': torch.ones(5, dtype=torch.bfloat16)}
+    known = weights_digest(weights)
+    assert known == weights_digest(dict(reversed(weights.items())))
+    for change in ({'a': weights['a'].reshape(4, 3)}, {'a': weights['a'].view(torch.int32)},
+                   {'a': weights['a'].clone().index_fill_(0, torch.tensor([2]), 9.)}):
+        assert weights_digest({**weights, **change}) != known
+    assert weights_digest({'c': weights['a'], 'b': weights['b']}) != known
+    assert weights_digest({'a': weights['a'].t().contiguous().t(), 'b': weights['b']}) == known
+
+
+def test_weights_larger_than_a_piece_are_hashed_whole() -> None:
+    large = torch.zeros(9 << 20, dtype=torch.int32)
+    known = weights_digest({'w': large})
+    large[-1] = 1
+    assert weights_digest({'w': large}) != known
+
+
+def test_file_digests_are_cached_until_the_file_changes(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, cache = tmp_path / 'w.safetensors', tmp_path / 'cache' / 'weights.json'
+    weights.write_bytes(os.urandom(3 << 20))
+    first = file_digest(weights, cache)
+    with monkeypatch.context() as patch:
+        patch.setattr('flashrt_core.capsule.hashing._hash_file', None)
+        assert file_digest(weights, cache) == first
+    data = bytearray(weights.read_bytes())
+    data[100] ^= 1
+    weights.write_bytes(data)
+    os.utime(weights, ns=(1, 1))
+    assert file_digest(weights, cache) != first
+
+
+@pytest.mark.parametrize('content', ['', '[', '[1]', '{"x": 1}', '\x00' * 100])
+def test_a_damaged_cache_only_costs_time(tmp_path: Path, content: str) -> None:
+    weights, cache = tmp_path / 'w', tmp_path / 'weights.json'
+    weights.write_bytes(b'abc')
+    expected = file_digest(weights, tmp_path / 'other.json')
+    cache.write_text(content)
+    assert file_digest(weights, cache) == expected
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
+    weights = tmp_path / 'w'
+    weights.write_bytes(b'abc')
+    assert len(file_digest(weights, weights / 'impossible' / 'cache.json')) == 64
