@@ -1,0 +1,44 @@
+"""Run the demo and end with it: ``ros2 launch flashrt_ros demo.launch.py episodes:=5``.
+
+The demo starts robot and executor itself, on a domain of its own, because in lock-step it is their
+clock; this file is the way in for those who launch everything.
+"""
+
+from launch.actions import DeclareLaunchArgument
+from launch.actions import Shutdown
+from launch.substitutions import LaunchConfiguration
+from launch_ros.actions import Node
+
+from launch import LaunchDescription
+
+ARGUMENTS = (
+    ('episodes', '3', 'policy episodes in lock-step', None),
+    ('out', 'out/demo', 'folder of report and logs', None),
+    ('device', 'auto', 'where the policy runs', ('auto', 'cpu', 'cuda')),
+    ('python', '', 'interpreter that runs the demo; empty: the one on PATH', None),
+)
+
+
+def generate_launch_description() -> LaunchDescription:
+    """Declare the arguments, run the demo, shut down when it has ended."""
+    declared = [
+        DeclareLaunchArgument(name, default_value=default, description=text, choices=choices)
+        for name, default, text, choices in ARGUMENTS
+    ]
+    demo = Node(
+        package='flashrt_ros',
+        executable='demo',
+        prefix=LaunchConfiguration('python'),
+        arguments=[
+            '--episodes',
+            LaunchConfiguration('episodes'),
+            '--out',
+            LaunchConfiguration('out'),
+            '--device',
+            LaunchConfiguration('device'),
+        ],
+        output='screen',
+        emulate_tty=True,
+        on_exit=Shutdown(reason='the demo has ended'),
+    )
+    return LaunchDescription([*declared, demo])
