@@ -13,7 +13,6 @@ import pytest
 from std_srvs.srv import Trigger
 
 from flashrt_core.errors import ConfigError
-from flashrt_ros.futures import PendingFutures
 from flashrt_ros.futures import run_in_thread
 from flashrt_ros.lifecycle import SafeLifecycleNode
 
@@ -139,17 +138,3 @@ def test_an_awaited_future_of_another_thread_wakes_a_node_without_timers(graph: 
     call = graph.client(graph.node('asker'), Trigger, 'quiet/work')
     threading.Timer(0.05, release.set).start()
     assert call(timeout_s=10).message == 'done'
-
-
-def test_a_future_that_misses_its_deadline_answers_with_a_named_timeout(graph: Graph) -> None:
-    import concurrent.futures
-
-    node = graph.node('quiet')
-    pending = PendingFutures(node)
-    source: concurrent.futures.Future[int] = concurrent.futures.Future()
-    target = pending.bridge(source, 'reset', timeout_s=0.0)
-    pending.expire()
-    assert target.exception().code == 'lane_timeout'
-    assert 'reset' in str(target.exception())
-    source.set_result(1)
-    assert target.exception() is not None

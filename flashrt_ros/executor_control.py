@@ -1,0 +1,270 @@
+"""Who may command the robot now: steps, holds, epochs, and the two locks that order them.
+
+``submit_lock`` orders submissions, results and changes of epoch: once ``begin_change`` returned
+no tick starts and no result of an earlier one is published. ``publish_lock`` orders commands:
+whoever has held it after ``holds.hold`` knows that no older action leaves any more. They are taken
+in this order; the step thread takes only the second one, and nobody waits for a device while
+holding either.
+"""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+from dataclasses import dataclass
+import threading
+import time
+from typing import Any
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashrt_core.errors import FlashrtError
+from flashrt_core.errors import LaneBusy
+from flashrt_core.policies.protocol import Chunk
+from flashrt_ros.control_loop import ChunkPlayer
+from flashrt_ros.control_loop import Played
+from flashrt_ros.embodiment import Embodiment
+from flashrt_ros.executor_tick import Prepared
+from flashrt_ros.hold import Cause
+from flashrt_ros.hold import HoldMachine
+from flashrt_ros.hold import Transition
+from flashrt_ros.safety import ActionGuard
+from flashrt_ros.safety import StepLimiter
+from flashrt_ros.statistics import Counters
+
+Vector = NDArray[np.float64]
+COUNTERS = ('steps', 'exhausted', 'faults')
+
+
+@dataclass
+class Progress:
+    """Host side counters: outside the capsule, monotone, never restored."""
+
+    epoch: int = 0
+    episode: int = 0
+    tick: int = 0  # of the last chunk
+    step: int = 0  # commands played
+    active_capsule: str = ''
+    bit_exact: bool = True
+
+
+class Outputs(Protocol):
+    """Where results go; called under the locks, so nothing here may wait."""
+
+    def command(self, position: Vector) -> None:
+        """Send one step's command."""
+
+    def trajectory(self, actions: Vector, first_step: int, commanded: Vector) -> None:
+        """Send a chunk's rows from ``first_step`` on."""
+
+    def tick(self, chunk: Chunk, prepared: Prepared, actions: Vector, first_step: int) -> None:
+        """Publish what a tick took in and gave out."""
+
+    def heartbeat(self) -> None:
+        """Publish a sign of life of the device."""
+
+    def event(self, kind: str, name: str, detail: Mapping[str, Any]) -> None:
+        """Publish a change or an incident."""
+
+    def status(self) -> None:
+        """Publish the status if it changed."""
+
+    def device_lost(self, error: FlashrtError) -> None:
+        """Ask for the end of the process."""
+
+
+class Control:
+    """The robot's side of the engine; any thread except where a method says otherwise."""
+
+    def __init__(
+        self, embodiment: Embodiment, outputs: Outputs, counters: Counters, parameters: Any
+    ) -> None:
+        """Start held.
+
+        :param parameters: mapping of parameter names to values now.
+        """
+        counters.declare(COUNTERS)
+        joints = len(embodiment.joints)
+        self.stream = parameters['output_mode'] == 'stream' or parameters['lock_step']
+        self.progress = Progress()
+        self.player = ChunkPlayer(joints)
+        self.limiter = StepLimiter(embodiment, counters)
+        self.guard = ActionGuard(embodiment, limits=parameters['limits'], counters=counters)
+        self.holds = HoldMachine(self.player, counters, needs_reset=parameters['require_reset'])
+        self.outputs = outputs
+        self.submit_lock = threading.Lock()
+        self.publish_lock = threading.Lock()
+        self.generation = 0
+        self.changing = False
+        self.fresh_after_ns = 0  # steady; a resync wants observations received later
+        self.still = True  # nothing was commanded since the last hold
+        self.measured: Callable[[], Vector | None] = lambda: None
+        self.drop_running: Callable[[], None] = lambda: None
+        self.wake: Callable[[], None] = lambda: None
+        self.on_step: Callable[[], None] = lambda: None
+        self._counters = counters
+        self._step_limit: tuple[int | None, str] = (None, '')
+        self.ticks_played = 0
+        self._target = np.zeros(joints)
+        self._command = np.zeros(joints)
+
+    # -- steps ----------------------------------------------------------------------------------
+
+    def step(self, slot: int = 0) -> Vector | None:
+        """Play one step and return the command, None when there is none. Step thread."""
+        ended = None
+        with self.publish_lock:
+            played = self.player.next_action(self._target)
+            if played is Played.ACTION:
+                self.limiter.limit(self._target, self._command)
+                if self.stream:
+                    self.outputs.command(self._command)
+                self.progress.step += 1
+                self._counters.add('steps')
+                self.still = False
+                limit, cause = self._step_limit
+                if limit is not None and self.progress.step >= limit:
+                    ended = self.holds.hold(cause)
+                    self.publish_hold()
+            elif played is Played.EXHAUSTED:
+                if not self.still:
+                    self._counters.add('exhausted')
+                self.publish_hold()
+        self.emit(ended)
+        self.on_step()
+        return self._command.copy() if played is Played.ACTION else None
+
+    def limit_steps(self, step: int | None, cause: str) -> None:
+        """Hold for ``cause`` once ``progress.step`` reaches ``step``; None: no limit."""
+        with self.publish_lock:
+            self._step_limit = (step, cause)
+
+    def step_failed(self, error: Exception) -> None:
+        """Hold after an exception on the step thread."""
+        self._counters.add('faults')
+        self.hold(Cause.FAULT, latch=True, message=f'step: {error!r}')
+
+    def publish_hold(self, force: bool = False) -> None:
+        """Command the robot to stay, once per standstill; under the publish lock."""
+        if self.still and not force:
+            return
+        command, measured = self.limiter.command, self.measured()
+        position = measured if self.still or np.isnan(command[0]) else command
+        self.still = True
+        if position is not None:
+            self.outputs.command(position)
+
+    def publish_chunk(self, actions: Vector, first_step: int) -> None:
+        """Send a chunk to a controller that plays it itself, unless a hold came first."""
+        with self.publish_lock:
+            if not self.player.held:
+                self.outputs.trajectory(actions, first_step, self.limiter.command)
+                self.still = False
+
+    # -- holds ----------------------------------------------------------------------------------
+
+    def hold(self, cause: str, *, latch: bool = False, message: str = '') -> None:
+        """Stop commanding at once and drop the running tick at its segment's end.
+
+        Waits for a command that is being published, never for the device.
+        """
+        transition = self.holds.hold(cause, latch=latch)
+        with self.publish_lock:
+            self.publish_hold()
+        with self.submit_lock:
+            if not self.changing:
+                self.generation += 1
+                self.drop_running()
+        self.emit(transition, message)
+
+    def hold_locked(self, cause: str, *, latch: bool, message: str) -> None:
+        """Hold for the chunk that is being judged; under the submit lock."""
+        transition = self.holds.hold(cause, latch=latch)
+        with self.publish_lock:
+            self.publish_hold()
+        self.emit(transition, message)
+
+    def clear(self, cause: str) -> None:
+        """Say that an unlatched cause is over."""
+        with self.submit_lock:
+            now = time.monotonic_ns()
+            transition = self.holds.clear(cause, now)
+            if transition is not None:
+                self.fresh_after_ns = now
+        self.emit(transition)
+        self.wake()
+
+    def resume(self) -> None:
+        """Leave a latched hold through resync.
+
+        :raises WrongState: nothing is latched.
+        """
+        with self.submit_lock:
+            now = time.monotonic_ns()
+            transition = self.holds.resume(now)
+            self.guard.reset()
+            self.fresh_after_ns = now
+        self.emit(transition)
+        self.wake()
+
+    # -- changes of epoch -----------------------------------------------------------------------
+
+    def begin_change(self, *, hold: bool) -> None:
+        """Let no tick start until ``end_change``; with ``hold`` no result and no command either.
+
+        :raises LaneBusy: another change is under way.
+        """
+        transition = None
+        with self.submit_lock:
+            if self.changing:
+                raise LaneBusy('another capsule verb is at work; try again when it has answered')
+            self.changing = True
+            if hold:
+                self.generation += 1
+                transition = self.holds.hold(Cause.RESTORE)
+                with self.publish_lock:
+                    self.publish_hold()
+                    self.player.clear()
+        self.emit(transition)
+
+    def end_change(
+        self, restored: bool, *, capsule: str = '', reset: bool = False, bit_exact: bool = True,
+        poisoned: bool = False, with_lock: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Go on: in a new epoch through resync when ``restored``, else in the old one.
+
+        Once this returns nothing of an older epoch is published.
+
+        :param with_lock: called under the submit lock with the new counters in place.
+        """
+        transitions = []
+        with self.submit_lock:
+            now = time.monotonic_ns()
+            self.changing = False
+            self.fresh_after_ns = now
+            if restored:
+                self.progress.epoch += 1
+                self.progress.episode += int(reset)
+                self.progress.active_capsule = capsule
+                self.progress.bit_exact = bit_exact
+                self.player.new_epoch(self.progress.epoch)
+                self.guard.reset()
+                with_lock()
+                self.holds.restored(now, reset=reset)
+            else:
+                transitions = [self.holds.poison() if poisoned else None,
+                               self.holds.clear(Cause.RESTORE, now)]
+        for transition in transitions:
+            self.emit(transition)
+        self.outputs.status()
+        self.wake()
+
+    def emit(self, transition: Transition | None, message: str = '') -> None:
+        """Publish a transition of the hold machine as an event, and the status."""
+        if transition is None:
+            return
+        detail = dict(transition.detail)
+        if message:
+            detail['message'] = message
+        self.outputs.event(transition.kind, transition.name, detail)
+        self.outputs.status()

@@ -1,0 +1,458 @@
+"""The executor's engine: when to tick, one tick from observation to chunk, and what goes wrong.
+
+Free of ROS. The tick thread runs ``_round`` while the engine is started; in lock-step the caller
+of ``tick_now`` takes its place. All that commands the robot lies in executor_control.py.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+import threading
+import time
+from typing import Any
+
+from flashrt_core.errors import ActionError
+from flashrt_core.errors import ActionJump
+from flashrt_core.errors import DeviceLost
+from flashrt_core.errors import FlashrtError
+from flashrt_core.errors import LaneError
+from flashrt_core.errors import LaneTimeout
+from flashrt_core.errors import ObservationError
+from flashrt_core.errors import TickDropped
+from flashrt_core.errors import WrongState
+from flashrt_core.policies.protocol import Chunk
+from flashrt_core.policies.protocol import Session
+from flashrt_ros.clocks import RosClock
+from flashrt_ros.clocks import RosReading
+from flashrt_ros.embodiment import Embodiment
+from flashrt_ros.executor_control import Control
+from flashrt_ros.executor_observation import Observation
+from flashrt_ros.executor_observation import ObservationBuffer
+from flashrt_ros.executor_tick import Pending
+from flashrt_ros.executor_tick import Ports
+from flashrt_ros.executor_tick import Prepared
+from flashrt_ros.executor_tick import TickBook
+from flashrt_ros.hold import Cause
+from flashrt_ros.hold import Phase
+from flashrt_ros.hold import TickWatch
+from flashrt_ros.observations import first_error
+from flashrt_ros.observations import ObservationWatch
+from flashrt_ros.observations import StreamVerdict
+from flashrt_ros.statistics import Counters
+from flashrt_ros.statistics import Ring
+from flashrt_ros.subgoals import Subgoal
+from flashrt_ros.subgoals import SubgoalSlot
+
+COUNTERS = ('ticks', 'ticks_dropped', 'results_dropped', 'chunks_too_late', 'interrupts')
+STAGES = ('collect', 'submit', 'inference', 'finish', 'tick', 'received_to_submit')
+_IDLE_WAIT_S = 0.02
+_PASSING = (Cause.OBSERVATION, Cause.CLOCK, Cause.NON_FINITE, Cause.OUT_OF_LIMITS,
+            ActionJump.code, Cause.TICK_DEADLINE, Cause.FAULT)
+
+
+class Engine:
+    """Drives one session; ``start`` and ``stop`` belong to activate and deactivate."""
+
+    def __init__(
+        self,
+        session: Session,
+        embodiment: Embodiment,
+        control: Control,
+        parameters: Any,
+        clock: RosClock,
+        now_ns: Callable[[], int],
+        counters: Counters,
+        take_mark: Callable[[], None],
+    ) -> None:
+        """Compose the parts; nothing runs yet.
+
+        :param parameters: mapping of parameter names to values now (ParameterTable).
+        :param now_ns: ROS time, for any thread; ``clock`` is read by the tick thread only.
+        :param take_mark: runs on the lane thread after each committed tick.
+        :raises ConfigError: the policy's ports and the embodiment do not fit.
+        """
+        counters.declare(COUNTERS)
+        self.session, self.control, self.counters = session, control, counters
+        self.embodiment = embodiment
+        self.ports = Ports.of(session)
+        embodiment.check_dims(self.ports.state_dim, self.ports.action_dim)
+        embodiment.check_views(tuple(self.ports.views))
+        self.rings = {name: Ring(warm_up=1) for name in STAGES}
+        for segment in session.plan_keys[1]:
+            self.rings[f'segment {segment}'] = Ring(warm_up=1)
+        self.lock_step = bool(parameters['lock_step'])
+        self.slot = SubgoalSlot(max_tokens=max(1, self.ports.subgoal_tokens),
+                                vocabulary=int(session.config.vocab), counters=counters)
+        self.watch = TickWatch(
+            deadline_s=parameters['tick_deadline_s'],
+            error_after=parameters['tick_misses_to_hold'],
+            heartbeat_s=parameters['heartbeat_period_s'], counters=counters)
+        views = {view: self.ports.views[view] for view in embodiment.views}
+        max_age_s = {'joint_states': parameters['max_joint_age_s']}
+        max_age_s.update({f'images/{view}': parameters['max_image_age_s'] for view in views})
+        self.ages = ObservationWatch(
+            max_age_s, max_skew_s=parameters['max_skew_s'],
+            future_tolerance_s=parameters['future_tolerance_s'], counters=counters)
+        self.observations = ObservationBuffer(
+            embodiment, views, self.ages, resize=parameters['image_resize'],
+            lock_step=self.lock_step, notify=self.wake)
+        self.book = TickBook(embodiment, self.ports, self.slot, int(session.config.seed))
+        self._parameters = parameters
+        self._clock = clock
+        self._now_ns = now_ns
+        self._take_mark = take_mark
+        self._running: Future[Chunk] | None = None
+        self._dropping: Future[None] | None = None
+        self._tick_step = 0
+        self._urgent = False
+        self._active = False
+        self._wake = threading.Event()
+        self._thread: threading.Thread | None = None
+        control.measured = self.observations.measured
+        control.drop_running = self._drop_running
+        control.wake = self.wake
+        control.on_step = self._stepped
+
+    # -- activation -----------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to tick: through resync, or only after a reset when one is required."""
+        self._active = True
+        self.control.fresh_after_ns = time.monotonic_ns()
+        self.control.clear(Cause.DEACTIVATE)
+        if not self.lock_step:
+            self._thread = threading.Thread(target=self._loop, name='tick', daemon=True)
+            self._thread.start()
+
+    def stop(self, timeout_s: float) -> None:
+        """Hold, publish the hold whatever was said before, end the tick thread."""
+        self.control.hold(Cause.DEACTIVATE)
+        with self.control.publish_lock:
+            self.control.publish_hold(force=True)
+        self._active = False
+        self.wake()
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join(timeout_s)
+
+    @property
+    def active(self) -> bool:
+        """Whether it ticks or would tick."""
+        return self._active
+
+    def wake(self) -> None:
+        """Have the tick thread look again; any thread."""
+        self._wake.set()
+
+    # -- what comes from outside ----------------------------------------------------------------
+
+    def interrupt(self) -> None:
+        """Drop the running tick at its segment's end and tick anew with what is in the slot."""
+        with self.control.submit_lock:
+            self.book.clear_left_overs = True
+            self._urgent = True
+            self.counters.add('interrupts')
+            self._drop_running()
+        self.wake()
+
+    def announce(self, subgoal: Subgoal) -> None:
+        """Publish a subgoal that the slot has accepted; an interrupt takes effect at once."""
+        self.control.outputs.event('subgoal', str(subgoal.sequence), {
+            'sequence': subgoal.sequence, 'episode': subgoal.episode, 'text': subgoal.text,
+            'tokens': list(subgoal.tokens), 'interrupt': subgoal.interrupt,
+            'deadline_s': subgoal.deadline_s})
+        if subgoal.interrupt:
+            self.interrupt()
+        self.control.outputs.status()
+
+    def write(self, prompt: tuple[int, ...] | None = None, seed: int | None = None) -> None:
+        """Have the next committed tick take over a prompt or a seed."""
+        with self.control.submit_lock:
+            held = self.book.pending
+            self.book.pending = Pending(held.prompt if prompt is None else prompt,
+                                        held.seed if seed is None else seed)
+
+    def reading(self, observation: Observation) -> RosReading:
+        """Return ROS time for judging an observation; in lock-step its own newest stamp."""
+        now = observation.newest_stamp_ns if self.lock_step else self._now_ns()
+        return RosReading(now, now > 0, False)
+
+    def prepare_fork(
+        self, observation: Observation, verdicts: tuple[StreamVerdict, ...]
+    ) -> Prepared:
+        """Return the input of a branched tick; between ``begin_change`` and ``end_change``."""
+        with self.control.submit_lock:
+            resync = self.control.holds.phase is not Phase.RUN
+            start = self.control.player.begin_tick()
+            self._tick_step = start.at_step
+            return self.book.prepare(observation, verdicts, start, 0 if resync else self._delay(),
+                                     resync)
+
+    def play(self, chunk: Chunk, prepared: Prepared) -> None:
+        """Put the chunk of a committed branch into play as if a tick had made it."""
+        with self.control.submit_lock:
+            self.book.committed(prepared, chunk)
+            if self.control.holds.may_tick:
+                self._finish(chunk, prepared)
+
+    def settle(self, timeout_s: float) -> None:
+        """Wait until a tick dropped by a hold or interrupt has left the lane; verb threads.
+
+        :raises LaneTimeout: it did not in time.
+        """
+        dropping = self._dropping
+        if dropping is not None and not dropping.done():
+            try:
+                dropping.result(timeout_s)
+            except FutureTimeout:
+                raise LaneTimeout(f'the running segment did not end within {timeout_s:g} s; '
+                                  'the device may be wedged') from None
+
+    # -- ticks ----------------------------------------------------------------------------------
+
+    def tick_now(self, observed_after_ns: int, timeout_s: float) -> bool:
+        """Lock-step: wait for the observation and tick if one is due; True when it ticked.
+
+        :raises FlashrtError: why no command can be given.
+        """
+        observation = self.observations.wait_for(observed_after_ns, timeout_s)
+        reading = RosReading(observation.newest_stamp_ns, observation.newest_stamp_ns > 0, False)
+        self._review_causes(reading)
+        holds = self.control.holds
+        if holds.phase not in (Phase.RUN, Phase.RESYNC):
+            raise WrongState(
+                f'the executor is in {holds.phase.value} ({", ".join(holds.causes)}); '
+                'call ~/reset, or ~/resume after a latched hold')
+        if not self._tick_due():
+            return False
+        try:
+            return self._tick(observation, reading)
+        except ObservationError as error:
+            self._observation_failed(error)
+            raise
+        except (ActionError, TickDropped):
+            raise
+        except Exception as error:
+            self.fault(error)
+            raise
+
+    def _loop(self) -> None:
+        while self._active:
+            try:
+                self._round()
+            except ObservationError as error:
+                self._observation_failed(error)
+                self._wake.wait(_IDLE_WAIT_S)
+            except (ActionError, TickDropped):
+                pass  # held and told where it was found
+            except Exception as error:
+                self.fault(error)
+                self._wake.wait(_IDLE_WAIT_S)
+
+    def _round(self) -> None:
+        self._wake.clear()
+        reading = self._clock.read()
+        if reading.jumped_back:
+            self.observations.clear()
+            self.control.hold(
+                Cause.CLOCK, message='ROS time jumped back; the observations were cleared')
+        self._review_causes(reading)
+        if self._tick_due():
+            observation = self.observations.newest()
+            if self.control.holds.phase is Phase.RUN or self._is_fresh(observation):
+                self._tick(observation, reading)
+                return
+        if self.watch.probe_due(time.monotonic_ns()):
+            self._probe()
+        self._wake.wait(_IDLE_WAIT_S)
+
+    def _is_fresh(self, observation: Observation) -> bool:
+        return (len(observation.samples) == len(self.observations.streams)
+                and observation.oldest_received_ns >= self.control.fresh_after_ns)
+
+    def _tick_due(self) -> bool:
+        phase = self.control.holds.phase
+        if not self._active or self.control.changing or phase not in (Phase.RUN, Phase.RESYNC):
+            return False
+        player = self.control.player
+        return (phase is Phase.RESYNC or self._urgent or player.exhausted
+                or player.steps_executed - self._tick_step
+                >= self._parameters['tick_period_steps'])
+
+    def _stepped(self) -> None:
+        if self._tick_due():
+            self._wake.set()
+
+    def _tick(self, observation: Observation, reading: RosReading) -> bool:
+        """Run one tick to its end; True when its chunk is played.
+
+        :raises FlashrtError: why it was not; an action that failed is held already.
+        """
+        control = self.control
+        begun = time.perf_counter()
+        verdicts = self.ages.judge(observation.stamps_ns, reading)
+        error = first_error(verdicts)
+        if error is not None:
+            raise error
+        with control.submit_lock:
+            if control.changing or not control.holds.may_tick:
+                return False
+            generation = control.generation
+            resync = control.holds.phase is Phase.RESYNC
+            start = control.player.begin_tick()
+            prepared = self.book.prepare(
+                observation, verdicts, start, 0 if resync else self._delay(), resync)
+            collected = time.perf_counter()
+            future = self._running = self.session.submit(prepared.tick_input)
+            self._tick_step, self._urgent = start.at_step, False
+            self.watch.started(prepared.started_ns)
+        submitted = time.perf_counter()
+        prepared.digests.update(observation.digests())
+        chunk = self._await(future)
+        inferred = time.perf_counter()
+        with control.submit_lock:
+            self._running = None
+            if start.epoch == control.progress.epoch and not control.changing:
+                self.book.committed(prepared, chunk)
+            if generation != control.generation:
+                self.counters.add('results_dropped')
+                self.watch.dropped()
+                return False
+            played = self._finish(chunk, prepared)
+        if self.watch.finished(time.monotonic_ns()) and (
+                self.watch.misses_in_a_row >= self._parameters['tick_misses_to_hold']):
+            control.hold(Cause.TICK_DEADLINE,
+                         message=f'{self.watch.misses_in_a_row} ticks in a row were late')
+        self.session.lane.call(lambda: self._mark(generation))
+        finished = time.perf_counter()
+        for stage, seconds in (
+                ('collect', collected - begun), ('submit', submitted - collected),
+                ('inference', inferred - submitted), ('finish', finished - inferred),
+                ('tick', finished - begun)):
+            self.rings[stage].record(seconds * 1e6)
+        self.rings['received_to_submit'].record(
+            (prepared.started_ns - observation.oldest_received_ns) / 1e3)
+        for segment, microseconds in chunk.segments_us.items():
+            self.rings[f'segment {segment}'].record(microseconds)
+        return played
+
+    def _delay(self) -> int:
+        return 0 if self.lock_step else min(
+            self.control.player.last_delay_steps, self.ports.horizon - 1)
+
+    def _await(self, future: Future[Chunk]) -> Chunk:
+        limit = self._parameters['device_timeout_s']
+        try:
+            return future.result(limit)
+        except TickDropped:
+            self.counters.add('ticks_dropped')
+            self.watch.dropped()
+            raise
+        except (FutureTimeout, LaneTimeout) as error:
+            raise DeviceLost(f'a tick did not end within {limit:g} s ({error!r}); the process '
+                             'exits to be respawned') from error
+
+    def _finish(self, chunk: Chunk, prepared: Prepared) -> bool:
+        """Check a chunk, put it into play and publish it; under the submit lock."""
+        control = self.control
+        running = control.holds.phase is Phase.RUN
+        late = control.player.steps_executed - prepared.start.at_step
+        first = min(late, self.ports.horizon - 1)
+        try:
+            guarded = control.guard.check(
+                self.book.robot_actions(chunk, prepared), first_step=first,
+                commanded=control.limiter.command if running and not control.still else None)
+            if not running:
+                self._begin_from_measured(guarded.actions[first])
+        except ActionError as error:
+            self._action_failed(error, resync=not running)
+            raise
+        control.progress.tick = chunk.tick
+        control.ticks_played += 1
+        self.counters.add('ticks')
+        if not control.player.swap(guarded.actions, prepared.start).accepted:
+            self.counters.add('chunks_too_late')
+            return False
+        now = time.monotonic_ns()
+        transition = None if running else control.holds.offer(
+            now if self.lock_step else prepared.observation.oldest_received_ns, now)
+        if not control.stream:
+            control.publish_chunk(guarded.actions, first)
+        control.outputs.tick(chunk, prepared, guarded.actions, first)
+        control.outputs.heartbeat()
+        control.emit(transition)
+        control.outputs.status()
+        return True
+
+    def _begin_from_measured(self, first: Any) -> None:
+        measured = self.observations.measured()
+        if measured is None:
+            raise ActionJump('the measured pose is not known; check joint_states')
+        self.control.guard.check_pose_gap(first, measured)
+        with self.control.publish_lock:
+            self.control.limiter.rebase(
+                measured, speed=self._parameters['resync_speed_ratio'])
+
+    def _mark(self, generation: int) -> None:
+        # After a verb the boundary is no longer the one this tick has committed.
+        if generation == self.control.generation and not self.control.changing:
+            self._take_mark()
+
+    # -- what goes wrong ------------------------------------------------------------------------
+
+    def _review_causes(self, reading: RosReading) -> None:
+        """Hold for what has become true and let go what is over."""
+        causes = self.control.holds.causes
+        overdue = self.slot.overdue(time.monotonic_ns())
+        if overdue and Cause.SUBGOAL_DEADLINE not in causes:
+            self.control.hold(Cause.SUBGOAL_DEADLINE,
+                              message='no newer subgoal came within its deadline_s')
+        elif Cause.SUBGOAL_DEADLINE in causes and not overdue:
+            self.control.clear(Cause.SUBGOAL_DEADLINE)
+        passing = [cause for cause in _PASSING if cause in causes]
+        if passing and first_error(self.ages.judge(
+                self.observations.newest().stamps_ns, reading)) is None:
+            for cause in passing:
+                self.control.clear(cause)
+
+    def _observation_failed(self, error: ObservationError) -> None:
+        self.control.hold(Cause.OBSERVATION, message=f'[{error.code}] {error}')
+
+    def _action_failed(self, error: ActionError, resync: bool) -> None:
+        gap = isinstance(error, ActionJump) and resync
+        self.control.outputs.event('refused', error.code, {'message': str(error)})
+        self.control.hold_locked(
+            Cause.POSE_GAP if gap else error.code,
+            latch=gap or self.control.guard.must_latch, message=f'[{error.code}] {error}')
+
+    def fault(self, error: Exception) -> None:
+        """Hold for an unexpected error; a lost device asks for the end of the process."""
+        self.counters.add('faults')
+        self.watch.dropped()
+        lost = isinstance(error, DeviceLost) or self.session.lane.fault is not None
+        code = error.code if isinstance(error, FlashrtError) else type(error).__name__
+        self.control.outputs.event('fault', code, {'message': str(error)})
+        self.control.hold(Cause.FAULT, latch=lost, message=f'[{code}] {error}')
+        if lost:
+            self._active = False
+            self.control.outputs.device_lost(
+                error if isinstance(error, FlashrtError) else DeviceLost(repr(error)))
+
+    def _probe(self) -> None:
+        """Ask the lane for a sign of life while no tick runs, and beat on its behalf."""
+        try:
+            self.session.lane.call(lambda: None).result(self._parameters['device_timeout_s'])
+        except (LaneError, FutureTimeout) as error:
+            raise DeviceLost(f'the lane did not answer ({error!r}); the process exits to be '
+                             'respawned') from error
+        self.watch.finished(time.monotonic_ns())
+        self.control.outputs.heartbeat()
+
+    def _drop_running(self) -> None:
+        """Drop the running tick at its segment's end; under the submit lock, waits for nothing."""
+        if self._running is None or self._running.done():
+            return
+        try:
+            self._dropping = self.session.lane.at_segment_end(lambda: None, 'hold')
+        except LaneError:
+            pass  # a verb waits there already; the result will be dropped by its generation

@@ -1,0 +1,160 @@
+"""The ~/run_episode action: reset, run until a limit, cancel or hold, with feedback."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from rclpy.action import ActionServer
+from rclpy.action import CancelResponse
+from rclpy.action import GoalResponse
+from rclpy.action.server import ServerGoalHandle
+from rclpy.callback_groups import ReentrantCallbackGroup
+from rclpy.clock import Clock
+from rclpy.clock_type import ClockType
+from rclpy.task import Future
+
+from flashrt_core.errors import FlashrtError
+from flashrt_core.errors import LaneBusy
+from flashrt_core.errors import ParameterInvalid
+from flashrt_ros.action import RunEpisode
+from flashrt_ros.executor_control import Control
+from flashrt_ros.hold import Cause
+from flashrt_ros.hold import Phase
+from flashrt_ros.lifecycle import ACTIVE
+
+END = 'episode_end'
+FEEDBACK_PERIOD_S = 0.1
+
+
+@dataclass
+class _Run:
+    goal: ServerGoalHandle
+    ended: Future
+    epoch: int
+    episode: int
+    first_step: int
+    first_tick: int
+    started_s: float
+
+
+class EpisodeServer:
+    """Serves one episode at a time; every method runs on the executor thread.
+
+    The step limit is exact: the step thread itself holds after the last step. The robot holds when
+    the episode ends, whatever ended it, until the next reset or episode.
+    """
+
+    def __init__(self, node: Any) -> None:
+        """Create the action server and its feedback timer.
+
+        :param node: the executor node: ``control``, ``state_label``, ``begin_episode``.
+        """
+        self._node = node
+        self._run: _Run | None = None
+        self._busy = False
+        group = ReentrantCallbackGroup()
+        self._server = ActionServer(
+            node, RunEpisode, '~/run_episode', self._execute, callback_group=group,
+            goal_callback=lambda request: GoalResponse.ACCEPT,
+            cancel_callback=lambda goal: CancelResponse.ACCEPT)
+        self._timer = node.create_timer(
+            FEEDBACK_PERIOD_S, self._watch, callback_group=group,
+            clock=Clock(clock_type=ClockType.STEADY_TIME))
+        self._timer.cancel()
+
+    def abandon(self, termination: str) -> None:
+        """End the running episode, if any; any thread that holds no lock."""
+        run = self._run
+        if run is not None and not run.ended.done():
+            run.ended.set_result(termination)
+
+    async def _execute(self, goal: ServerGoalHandle) -> RunEpisode.Result:
+        result = RunEpisode.Result(code='ok')
+        if self._busy:
+            return self._refuse(goal, result, LaneBusy(
+                'an episode is running; cancel it or wait for its result'))
+        self._busy = True
+        try:
+            await self._node.begin_episode(goal.request)
+            control: Control = self._node.control
+            progress = control.progress
+            self._run = _Run(
+                goal, Future(executor=self._node.executor), progress.epoch, progress.episode,
+                progress.step, int(control.ticks_played), self._ros_now_s())
+            if goal.request.max_steps:
+                control.limit_steps(progress.step + goal.request.max_steps, END)
+            self._timer.reset()
+            termination = await self._run.ended
+            self._finish(goal, result, termination)
+        except FlashrtError as error:
+            self._refuse(goal, result, error)
+        finally:
+            self._timer.cancel()
+            self._run, self._busy = None, False
+        return result
+
+    def _finish(self, goal: ServerGoalHandle, result: RunEpisode.Result, termination: str) -> None:
+        assert self._run is not None
+        control: Control | None = self._node.control
+        result.termination = termination
+        result.episode = self._run.episode
+        if control is not None:
+            control.limit_steps(None, END)
+            if self._node.state_label == ACTIVE and termination != 'reset':
+                control.hold(END)
+            result.steps = control.progress.step - self._run.first_step
+            result.ticks = int(control.ticks_played) - self._run.first_tick
+        result.success = termination in ('steps', 'duration')
+        result.message = (f'episode {result.episode} ended ({termination}) after {result.steps} '
+                          f'steps and {result.ticks} ticks; the robot holds')
+        if termination == 'cancelled':
+            goal.canceled()
+        elif result.success:
+            goal.succeed()
+        else:
+            result.code = termination
+            goal.abort()
+
+    def _watch(self) -> None:
+        run, control = self._run, self._node.control
+        if run is None or control is None or run.ended.done():
+            return
+        progress, holds = control.progress, control.holds
+        run.goal.publish_feedback(RunEpisode.Feedback(
+            episode=progress.episode, step=progress.step, tick=progress.tick,
+            phase=self._node.phase))
+        limit_s, limit = run.goal.request.max_duration_s, run.goal.request.max_steps
+        if progress.epoch != run.epoch and progress.episode != run.episode:
+            self.abandon('reset')
+        elif run.goal.is_cancel_requested:
+            self.abandon('cancelled')
+        elif limit and progress.step - run.first_step >= limit:
+            self.abandon('steps')
+        elif limit_s > 0.0 and self._ros_now_s() - run.started_s >= limit_s:
+            self.abandon('duration')
+        elif Cause.FAULT in holds.causes:
+            self.abandon('fault')
+        elif (holds.phase is Phase.HOLD and holds.latched) or self._node.state_label != ACTIVE:
+            self.abandon('held')
+
+    def _refuse(self, goal: ServerGoalHandle, result: RunEpisode.Result,
+                error: FlashrtError) -> RunEpisode.Result:
+        self._node.count_refusal(error)
+        result.success, result.code, result.message = False, error.code, str(error)
+        result.termination = 'refused'
+        goal.abort()
+        return result
+
+    def _ros_now_s(self) -> float:
+        return self._node.get_clock().now().nanoseconds / 1e9
+
+
+def check_goal(request: RunEpisode.Goal) -> None:
+    """Check the limits of a goal.
+
+    :raises ParameterInvalid: a negative or non-finite duration, or a negative seed.
+    """
+    if not 0.0 <= request.max_duration_s < 86400.0:
+        raise ParameterInvalid(
+            f'max_duration_s is {request.max_duration_s}; give 0 (no limit) to 86400')
+    if request.set_seed and request.seed < 0:
+        raise ParameterInvalid(f'seed is {request.seed}; give 0 to 2**63 - 1')

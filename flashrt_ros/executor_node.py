@@ -1,0 +1,421 @@
+"""The executor: a lifecycle node that runs a policy, plays its chunks and serves its capsules.
+
+configure loads, binds, captures, warms up and snapshots C0; activate ticks and steps; deactivate
+holds, then stops; cleanup frees the device. Exit status: see flashrt_ros/main.py.
+"""
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+import gc
+from pathlib import Path
+import sys
+import threading
+import time
+from typing import Any
+
+from rclpy.callback_groups import MutuallyExclusiveCallbackGroup
+from rclpy.clock import JumpThreshold
+from rclpy.duration import Duration
+from rclpy.qos import QoSProfile
+from rclpy.subscription import Subscription
+from sensor_msgs.msg import CompressedImage
+from sensor_msgs.msg import Image
+from sensor_msgs.msg import JointState
+
+from flashrt_core.capsule import CapsuleStore
+from flashrt_core.errors import CapsuleExists
+from flashrt_core.errors import ConfigError
+from flashrt_core.errors import FlashrtError
+from flashrt_core.errors import ObservationError
+from flashrt_core.errors import ParameterInvalid
+from flashrt_core.policies import make_policy
+from flashrt_core.policies import make_tokenizer
+from flashrt_core.policies import Session
+from flashrt_core.runtime import pick_backend
+from flashrt_ros import qos
+from flashrt_ros.action import RunEpisode
+from flashrt_ros.clocks import RosClock
+from flashrt_ros.clocks import RosReading
+from flashrt_ros.control_loop import StepThread
+from flashrt_ros.embodiment import Embodiment
+from flashrt_ros.embodiment import load_embodiment
+from flashrt_ros.executor_control import Control
+from flashrt_ros.executor_control import Progress
+from flashrt_ros.executor_engine import Engine
+from flashrt_ros.executor_episode import check_goal
+from flashrt_ros.executor_episode import END
+from flashrt_ros.executor_episode import EpisodeServer
+from flashrt_ros.executor_outputs import ExecutorOutputs
+from flashrt_ros.executor_parameters import check_at_configure
+from flashrt_ros.executor_parameters import executor_parameters
+from flashrt_ros.executor_report import ExecutorReport
+from flashrt_ros.executor_services import CONFIGURED
+from flashrt_ros.executor_services import ExecutorServices
+from flashrt_ros.executor_verbs import C0
+from flashrt_ros.executor_verbs import Verbs
+from flashrt_ros.hold import Phase
+from flashrt_ros.lifecycle import ACTIVE
+from flashrt_ros.lifecycle import SafeLifecycleNode
+from flashrt_ros.main import EXIT_DEVICE_LOST
+from flashrt_ros.main import run_node
+from flashrt_ros.main import StopRequest
+from flashrt_ros.msg import ExecutorStatus
+from flashrt_ros.msg import Subgoal
+
+_PHASES = {Phase.RUN: 'ticking', Phase.HOLD: 'holding', Phase.RESYNC: 'resync',
+           Phase.NEEDS_RESET: 'needs_reset'}
+# Shares of configure's progress by the stages that a policy reports while it binds.
+_STAGES = {'load': ('loading', 0.0, 0.5), 'bind': ('binding', 0.5, 0.1),
+           'capture': ('capturing', 0.6, 0.25), 'warm up': ('warming up', 0.85, 0.1)}
+
+
+class ExecutorNode(SafeLifecycleNode):
+    """One robot's policy as a node; see config/executor.yaml and doc/parameters.md."""
+
+    def __init__(self, stop: StopRequest | None = None, **kwargs: Any) -> None:
+        """Declare parameters, create publishers and services; nothing is loaded yet.
+
+        :param stop: told when the device is lost; None in tests.
+        :param kwargs: of rclpy's Node.
+        :raises ConfigError: a parameter given at start is refused.
+        """
+        super().__init__('executor', **kwargs)
+        self._stop_request = stop or StopRequest()
+        self.parameters = executor_parameters()
+        self.parameters.declare(self)
+        self.engine: Engine | None = None
+        self.control: Control | None = None
+        self.verbs: Verbs | None = None
+        self.store: CapsuleStore | None = None
+        self.stepping = threading.Lock()
+        self.step_thread: StepThread | None = None
+        self.ready_after_s = 0.0
+        self._stage, self._stage_progress = '', 0.0
+        self._embodiment: Embodiment | None = None
+        self._session: Session | None = None
+        self._tokenizer: Any = None
+        self._subscriptions_made: list[Subscription] = []
+        self._kept_progress = Progress()
+        self._ending = False
+        self.report = ExecutorReport(self)
+        self.outputs = ExecutorOutputs(
+            self, self.report.qos_mismatch, self._fill_status, self._device_lost)
+        self.services_made = ExecutorServices(self)
+        self._episodes = EpisodeServer(self)
+        self.parameters.add_check(self._check_prompt)
+        self.parameters.on_change(self._parameter_changed)
+        self.parameters.on_refusal(self.count_refusal)
+        self._clock_reader = RosClock(
+            self._now_ns, jump_back_tolerance_s=0.0 if self._simulated else 0.01)
+        self._jump_handle = self.get_clock().create_jump_callback(
+            JumpThreshold(min_forward=None, min_backward=Duration(nanoseconds=-1),
+                          on_clock_change=True),
+            post_callback=lambda jump: self._clock_reader.jumped())
+        self.outputs.status()
+
+    # -- lifecycle, on the transition thread ----------------------------------------------------
+
+    def configure(self) -> None:
+        """Load, bind, capture, warm up, snapshot C0."""
+        begun = time.monotonic()
+        check_at_configure(self.parameters)
+        self._told('load', 0.0)
+        self._embodiment = load_embodiment(_embodiment_path(self.parameters['embodiment']))
+        backend = pick_backend(self.parameters['device'])
+        self._session = session = make_policy(self.parameters['policy']).bind(
+            backend, self.parameters['policy_config'], self._told)
+        self._tokenizer = _tokenizer_of(session)
+        self.store = store = CapsuleStore(
+            backend, self.parameters['capsule_gpu_bytes'], self.parameters['capsule_host_bytes'],
+            self.parameters['capsule_disk_bytes'], self.parameters['capsule_directory'] or None,
+            self.parameters['allow_disk_capsules'])
+        store.prepare(session.boundary, self.parameters['rollback_ticks'] + 1)
+        self.control = Control(
+            self._embodiment, self.outputs, self.report.counters, self.parameters)
+        self.control.progress = self._kept_progress
+        self.engine = Engine(
+            session, self._embodiment, self.control, self.parameters, self._clock_reader,
+            self._now_ns, self.report.counters, lambda: store.mark(session.boundary))
+        self.outputs.bind(self._embodiment, self.engine.ports.horizon, self.control.progress)
+        self.verbs = Verbs(self.engine, store, self.parameters, self._prompt_tokens)
+        self._prompt_tokens()
+        session.lane.at_boundary(self._snapshot_c0).result(self.parameters['verb_timeout_s'])
+        self._subscribe()
+        self.step_thread = StepThread(
+            self._embodiment.step_period_s, self.control.step,
+            on_error=self.control.step_failed, fifo_priority=self.parameters['fifo_priority'])
+        gc.collect()
+        gc.freeze()
+        self.ready_after_s = time.monotonic() - begun
+        self._stage = ''
+        self.get_logger().info(
+            f'{self.parameters["policy"]} ({self.parameters["policy_config"]}) on '
+            f'{backend.device} is ready after {self.ready_after_s:.1f} s')
+
+    def activate(self) -> None:
+        """Begin to tick and to step."""
+        assert self.engine is not None and self.step_thread is not None
+        self.engine.start()
+        if not self.engine.lock_step:
+            self.step_thread.start()
+
+    def deactivate(self) -> None:
+        """Hold, then stop; the hold is acknowledged by whoever listens, or its time is up."""
+        assert self.engine is not None and self.step_thread is not None
+        self._episodes.abandon('held')
+        self.engine.stop(self.parameters['device_timeout_s'])
+        self.step_thread.stop()
+        limit = self.parameters['shutdown_timeout_s']
+        if not self.outputs.wait_for_acknowledgement(limit):
+            self.get_logger().warning(
+                f'the hold was not acknowledged within {limit:g} s; is the controller alive?')
+
+    def teardown(self) -> None:
+        """Free everything; callable at any time and twice."""
+        self._episodes.abandon('held')
+        if self.engine is not None and self.engine.active:
+            self.engine.stop(1.0)
+        if self.step_thread is not None:
+            self.step_thread.stop()
+        for subscription in self._subscriptions_made:
+            self.destroy_subscription(subscription)
+        self._subscriptions_made.clear()
+        if self._session is not None:
+            self._session.close()
+        if self.store is not None:
+            self.store.close()
+        self.engine = self.control = self.verbs = self.store = self.step_thread = None
+        self._session = self._tokenizer = None
+        self._stage = ''
+        gc.unfreeze()
+        gc.collect()
+
+    def on_state_change(self) -> None:
+        """Publish the status of the new state."""
+        self.outputs.status()
+
+    def stop(self, timeout_s: float) -> bool:
+        """End in order; False when a transition did not end in time."""
+        self._ending = True
+        ended = self.finish(timeout_s + self.parameters['shutdown_timeout_s'])
+        self.services_made.close()
+        return ended
+
+    # -- what services and reports ask ----------------------------------------------------------
+
+    @property
+    def phase(self) -> str:
+        """What the node does now, in the words of ~/status."""
+        if self._stage:
+            return self._stage
+        if self.last_transition_error:
+            return 'failed'
+        if self.control is None or self.state_label != ACTIVE:
+            return 'ready' if self.control is not None else 'unconfigured'
+        return _PHASES[self.control.holds.phase]
+
+    def count_refusal(self, error: Exception) -> None:
+        """Count a refusal by its code, for diagnostics."""
+        self.report.refused(error.code if isinstance(error, FlashrtError) else 'internal')
+
+    def tokenize(self, text: str, limit: int) -> list[int]:
+        """Return the policy's token ids of a text.
+
+        :raises ConfigError: it is too long, or the policy has no tokenizer.
+        """
+        if self._tokenizer is None:
+            raise ConfigError(f'text {text!r:.60} cannot be tokenised: the policy config names no '
+                              'tokenizer; send token ids')
+        return list(self._tokenizer.encode(text, limit))
+
+    def play_step(self, observed_after_ns: int) -> None:
+        """Lock-step: tick if one is due, then play one step; worker thread.
+
+        :raises FlashrtError: no step was played.
+        """
+        assert self.engine is not None and self.control is not None
+        self.engine.tick_now(observed_after_ns, self.parameters['observation_timeout_s'])
+        self.outputs.stamp_ns = self.engine.observations.newest().newest_stamp_ns
+        if self.control.step() is None:
+            raise ObservationError('no action is left to play; call ~/step again')
+
+    async def begin_episode(self, request: RunEpisode.Goal) -> None:
+        """Check a goal, take over its prompt, reset if asked.
+
+        :raises FlashrtError: the goal is refused.
+        """
+        self.services_made.require((ACTIVE,), '~/run_episode')
+        check_goal(request)
+        assert self.control is not None and self.verbs is not None and self.engine is not None
+        if request.prompt:
+            tokens = self.tokenize(request.prompt, self.engine.ports.prompt_tokens)
+            self._take_prompt(request.prompt, tokens)
+        seed = int(request.seed) if request.set_seed else None
+        if request.reset:
+            verbs = self.verbs
+            await self.services_made.run(lambda: verbs.reset('', seed))
+        elif seed is not None:
+            self.engine.write(seed=seed)
+        self.control.clear(END)
+
+    # -- parameters -----------------------------------------------------------------------------
+
+    def _check_prompt(self, values: Mapping[str, Any]) -> None:
+        if values['prompt'] and self.engine is not None:
+            try:
+                self.tokenize(values['prompt'], self.engine.ports.prompt_tokens)
+            except ConfigError as error:
+                raise ParameterInvalid(f'parameter prompt: {error}') from None
+
+    def _prompt_tokens(self) -> tuple[int, ...] | None:
+        prompt = self._prompt or self.parameters['prompt']
+        if not prompt or self.engine is None:
+            return None
+        return tuple(self.tokenize(prompt, self.engine.ports.prompt_tokens))
+
+    _prompt = ''  # of the newest episode goal, until the parameter is set
+
+    def _take_prompt(self, text: str, tokens: Sequence[int]) -> None:
+        assert self.engine is not None
+        self._prompt = text
+        self.engine.write(prompt=tuple(tokens))
+        self.outputs.event('prompt', text, {'text': text, 'tokens': list(tokens)})
+
+    def _parameter_changed(self, name: str, old: Any, new: Any) -> None:
+        if name == 'prompt':
+            if self.engine is not None:
+                self._take_prompt(new, self.tokenize(new, self.engine.ports.prompt_tokens)
+                                  if new else [])
+            self._prompt = ''
+            return
+        self.outputs.event('parameter', name, {'old': old, 'new': new})
+
+    # -- subscriptions --------------------------------------------------------------------------
+
+    def _subscribe(self) -> None:
+        assert self._embodiment is not None
+        compressed = self.parameters['image_transport'] == 'compressed'
+        group = MutuallyExclusiveCallbackGroup()
+        self._listen(JointState, 'joint_states', self._on_joints, qos.sensor(), group)
+        for view, topic in self._embodiment.views.items():
+            name = f'images/{topic}/compressed' if compressed else f'images/{topic}'
+            self._listen(
+                CompressedImage if compressed else Image, name,
+                lambda message, view=view: self._on_image(view, message, compressed),
+                qos.sensor(), group)
+        self._listen(Subgoal, 'subgoal', self._on_subgoal, qos.command(), group)
+
+    def _listen(self, message_type: Any, topic: str, callback: Any, profile: QoSProfile,
+                group: MutuallyExclusiveCallbackGroup) -> None:
+        resolved = self.resolve_topic_name(topic)
+        self._subscriptions_made.append(self.create_subscription(
+            message_type, topic, callback, profile, callback_group=group,
+            event_callbacks=qos.subscription_events(resolved, self.report.qos_mismatch),
+            qos_overriding_options=qos.overridable()))
+
+    def _on_joints(self, message: JointState) -> None:
+        self._take('joint_states', lambda engine, now: engine.observations.on_joints(message, now))
+
+    def _on_image(self, view: str, message: Any, compressed: bool) -> None:
+        self._take(f'images/{view}', lambda engine, now: engine.observations.on_image(
+            view, message, now, compressed))
+
+    def _take(self, stream: str, take: Any) -> None:
+        engine = self.engine
+        if engine is None:
+            return
+        now = self._now_ns()
+        try:
+            take(engine, RosReading(now, now > 0, False))
+        except FlashrtError as error:
+            self.count_refusal(error)
+            self.report.stream_refused(stream, error)
+        else:
+            self.report.stream_accepted(stream)
+
+    def _on_subgoal(self, message: Subgoal) -> None:
+        try:
+            self.services_made.require(CONFIGURED, 'subgoal')
+            self.services_made.subgoal(message)
+        except FlashrtError as error:
+            self.count_refusal(error)
+            self.outputs.event('refused', 'subgoal', {'code': error.code, 'message': str(error)})
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _told(self, stage: str, fraction: float) -> None:
+        """Take a policy's progress; the place where a configure under way can be ended."""
+        if self._ending:
+            raise ConfigError('configure was given up because the node is ending; start it anew')
+        words, begin, share = _STAGES.get(stage, (stage, 0.95, 0.05))
+        progress = begin + share * min(max(fraction, 0.0), 1.0)
+        if words != self._stage or progress - self._stage_progress >= 0.01:
+            self._stage, self._stage_progress = words, progress
+            self.outputs.status()
+
+    def _snapshot_c0(self) -> None:
+        assert self.store is not None and self._session is not None
+        boundary = self._session.boundary
+        try:
+            self.store.snapshot(boundary, C0, label='fresh session', pin=True)
+        except CapsuleExists:
+            self.store.pin(C0, False, boundary.session)
+            self.store.drop(C0, boundary.session)
+            self.store.snapshot(boundary, C0, label='fresh session', pin=True)
+        self.store.mark(boundary)
+
+    def _fill_status(self, message: ExecutorStatus) -> None:
+        message.state, message.phase = self.state_label, self.phase
+        message.progress = self._stage_progress if self._stage else float(self.control is not None)
+        message.policy = self.parameters['policy']
+        control, engine, session = self.control, self.engine, self._session
+        if control is None or engine is None or session is None:
+            return
+        progress = control.progress
+        message.device = str(session.lane.backend.device)
+        message.epoch, message.episode = progress.epoch, progress.episode
+        message.tick, message.step = progress.tick, progress.step
+        message.active_capsule, message.bit_exact = progress.active_capsule, progress.bit_exact
+        message.holding = control.holds.holding
+        message.hold_cause = ', '.join(control.holds.causes)
+        message.latched = control.holds.latched
+        message.poisoned = session.boundary.poisoned or ''
+        message.subgoal_requested = engine.slot.requested
+        message.subgoal_latched = engine.slot.latched
+
+    def _device_lost(self, error: FlashrtError) -> None:
+        self.get_logger().fatal(
+            f'[{error.code}] {error}; exit status {EXIT_DEVICE_LOST}, to be respawned')
+        self.outputs.wait_for_acknowledgement(self.parameters['shutdown_timeout_s'])
+        self._stop_request.set(f'{error.code}: {error}', EXIT_DEVICE_LOST)
+
+    def _now_ns(self) -> int:
+        return int(self.get_clock().now().nanoseconds)
+
+    @property
+    def _simulated(self) -> bool:
+        return bool(self.get_parameter('use_sim_time').value)
+
+
+def _embodiment_path(text: str) -> Path:
+    return Path(text) if Path(text).is_file() else qos.config_path(text)
+
+
+def _tokenizer_of(session: Session) -> Any:
+    name = getattr(session.config, 'tokenizer', '')
+    return make_tokenizer(name) if name else None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the executor until SIGINT, SIGTERM or a lost device; returns the exit status."""
+    def make(stop: StopRequest) -> ExecutorNode:
+        node = ExecutorNode(stop)
+        if node.parameters['autostart']:
+            node.autostart()
+        return node
+
+    return run_node(make, argv)
+
+
+if __name__ == '__main__':
+    sys.exit(main())

@@ -1,0 +1,158 @@
+"""The executor's publishers: what a tick took in and gave out, commands, events, status.
+
+Called from the step, tick and verb threads; publishing never waits.
+"""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+import json
+import threading
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rclpy.duration import Duration
+from rclpy.node import Node
+from rclpy.publisher import Publisher
+from trajectory_msgs.msg import JointTrajectory
+
+from flashrt_core.errors import FlashrtError
+from flashrt_core.policies.protocol import Chunk
+from flashrt_ros import qos
+from flashrt_ros.conversions import fill_stamp
+from flashrt_ros.conversions import float_field
+from flashrt_ros.conversions import TrajectoryEncoder
+from flashrt_ros.embodiment import Embodiment
+from flashrt_ros.executor_control import Progress
+from flashrt_ros.executor_tick import graph_keys
+from flashrt_ros.executor_tick import Prepared
+from flashrt_ros.msg import ActionChunk
+from flashrt_ros.msg import Event
+from flashrt_ros.msg import ExecutorStatus
+from flashrt_ros.msg import Heartbeat
+from flashrt_ros.msg import ObservationStamp
+from flashrt_ros.msg import TickInput
+
+
+class ExecutorOutputs:
+    """The publishers of one executor, made with the node; ``bind`` gives them a robot."""
+
+    def __init__(
+        self,
+        node: Node,
+        report: qos.Report,
+        fill_status: Callable[[ExecutorStatus], None],
+        device_lost: Callable[[FlashrtError], None],
+    ) -> None:
+        """Create the publishers.
+
+        :param report: told of an incompatible subscriber (topic, sentence).
+        :param fill_status: writes the state now into a status message; any thread.
+        """
+        self._node = node
+        self._report = report
+        self._fill_status = fill_status
+        self.device_lost = device_lost
+        self.commands = self._publisher(JointTrajectory, 'joint_trajectory', qos.command())
+        self._chunks = self._publisher(ActionChunk, '~/chunk', qos.record())
+        self._tick_inputs = self._publisher(TickInput, '~/tick_input', qos.record())
+        self._events = self._publisher(Event, '~/events', qos.record())
+        self._status = self._publisher(ExecutorStatus, '~/status', qos.status())
+        self._heartbeats = self._publisher(Heartbeat, '~/heartbeat', qos.heartbeat())
+        self._status_lock = threading.Lock()
+        self._encoder: TrajectoryEncoder | None = None
+        self._embodiment: Embodiment | None = None
+        self.progress = Progress()
+        self.stamp_ns = 0  # of commands in lock-step; 0 means "start now"
+
+    def bind(self, embodiment: Embodiment, horizon: int, progress: Progress) -> None:
+        """Take the robot whose commands are sent and the counters that messages carry."""
+        self._embodiment, self.progress = embodiment, progress
+        self._encoder = TrajectoryEncoder(
+            embodiment.names, horizon=horizon, step_period_s=embodiment.step_period_s)
+
+    def command(self, position: NDArray[np.float64]) -> None:
+        """Send one step's command."""
+        assert self._encoder is not None
+        message = self._encoder.point(position)
+        fill_stamp(message.header.stamp, self.stamp_ns)
+        self.commands.publish(message)
+
+    def trajectory(self, actions: NDArray[np.float64], first_step: int,
+                   commanded: NDArray[np.float64]) -> None:
+        """Send a chunk's rows from ``first_step`` on, for a controller that plays them."""
+        assert self._encoder is not None
+        self.commands.publish(
+            self._encoder.chunk(actions, first_step=first_step, commanded=commanded))
+
+    def tick(self, chunk: Chunk, prepared: Prepared, actions: NDArray[np.float64],
+             first_step: int) -> None:
+        """Publish ~/tick_input, then ~/chunk."""
+        self._tick_inputs.publish(self._tick_input(chunk, prepared))
+        self._chunks.publish(self.chunk_message(
+            actions, tick=chunk.tick, branch=0, first_step=first_step,
+            subgoal_sequence=chunk.subgoal_sequence))
+
+    def chunk_message(self, actions: NDArray[np.float64], *, tick: int, branch: int,
+                      first_step: int, subgoal_sequence: int) -> ActionChunk:
+        """Return a chunk as a message; actions are [horizon, joints], robot units."""
+        assert self._embodiment is not None
+        message = ActionChunk(
+            epoch=self.progress.epoch, episode=self.progress.episode, tick=tick, branch=branch,
+            subgoal_sequence=subgoal_sequence, joint_names=list(self._embodiment.names),
+            horizon=len(actions), step_period_s=self._embodiment.step_period_s,
+            first_step=first_step, bit_exact=self.progress.bit_exact)
+        message.actions = float_field(actions)
+        message.header.stamp = self._now()
+        return message
+
+    def heartbeat(self) -> None:
+        """Publish a sign of life."""
+        message = Heartbeat(epoch=self.progress.epoch, tick=self.progress.tick)
+        message.header.stamp = self._now()
+        self._heartbeats.publish(message)
+
+    def event(self, kind: str, name: str, detail: Mapping[str, Any]) -> None:
+        """Publish an event; ``detail`` becomes a JSON object."""
+        progress = self.progress
+        message = Event(epoch=progress.epoch, episode=progress.episode, tick=progress.tick,
+                        step=progress.step, kind=kind, name=name, detail=json.dumps(detail))
+        message.header.stamp = self._now()
+        self._events.publish(message)
+
+    def status(self) -> None:
+        """Publish the status as it is now; the last one published is the newest."""
+        with self._status_lock:
+            message = ExecutorStatus()
+            self._fill_status(message)
+            message.header.stamp = self._now()
+            self._status.publish(message)
+
+    def wait_for_acknowledgement(self, timeout_s: float) -> bool:
+        """Wait until every matched reliable subscriber has the last command."""
+        return bool(self.commands.wait_for_all_acked(Duration(seconds=timeout_s)))
+
+    def _tick_input(self, chunk: Chunk, prepared: Prepared) -> TickInput:
+        given = prepared.tick_input
+        message = TickInput(
+            epoch=self.progress.epoch, episode=self.progress.episode, tick=chunk.tick,
+            steps_executed=given.steps_executed, delay_steps=given.delay_steps,
+            subgoal_sequence=prepared.subgoal_requested, seed=prepared.seed,
+            graph_keys=graph_keys(chunk))
+        for verdict in prepared.verdicts:
+            stamp = ObservationStamp(
+                stream=verdict.stream, age_s=verdict.age_s, verdict=verdict.verdict,
+                digest=prepared.digests.get(verdict.stream, 0))
+            fill_stamp(stamp.stamp, verdict.stamp_ns)
+            message.observations.append(stamp)
+        message.header.stamp = self._now()
+        return message
+
+    def _now(self) -> Any:
+        return self._node.get_clock().now().to_msg()
+
+    def _publisher(self, message_type: Any, topic: str, profile: Any) -> Publisher:
+        name = self._node.resolve_topic_name(topic)
+        return self._node.create_publisher(
+            message_type, topic, profile, qos_overriding_options=qos.overridable(),
+            event_callbacks=qos.publisher_events(name, self._report))

@@ -1,0 +1,124 @@
+"""The executor's parameters: config/executor.yaml holds the same names under ``/**/executor:``.
+
+doc/parameters.md is made from this table (``python -m flashrt_ros.executor_parameters``); a test
+keeps the two the same.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from flashrt_core.errors import ConfigError
+from flashrt_core.errors import ParameterInvalid
+from flashrt_ros.parameters import ParameterSpec
+from flashrt_ros.parameters import ParameterTable
+
+DOCUMENT = Path(__file__).resolve().parent.parent / 'doc' / 'parameters.md'
+_GIB = 1 << 30
+
+SPECS = (
+    ParameterSpec('policy', 'pi0', 'policy family, a name of flashrt_core.policies',
+                  read_only=True),
+    ParameterSpec('policy_config', 'tiny', 'named size, or a YAML file of the policy',
+                  read_only=True),
+    ParameterSpec('embodiment', 'embodiments/tabletop.yaml',
+                  'robot YAML: a path, or a file below config/', read_only=True),
+    ParameterSpec('device', 'auto', 'where the policy runs', choices=('auto', 'cpu', 'cuda'),
+                  read_only=True),
+    ParameterSpec('autostart', True, 'configure and activate at start', read_only=True),
+    ParameterSpec('lock_step', False,
+                  "steps only on ~/step, under the caller's clock: deterministic",
+                  read_only=True),
+    ParameterSpec('output_mode', 'chunk',
+                  'chunk: a JointTrajectory per tick; stream: one point per step',
+                  choices=('chunk', 'stream'), read_only=True),
+    ParameterSpec('image_transport', 'raw',
+                  'raw: images/<view>; compressed: images/<view>/compressed',
+                  choices=('raw', 'compressed'), read_only=True),
+    ParameterSpec('require_reset', True,
+                  'act only after ~/reset: after a restart nobody knows whose episode it is',
+                  read_only=True),
+    ParameterSpec('prompt', '', 'task in words, given to the policy with the next tick'),
+    ParameterSpec('tick_period_steps', 8, 'steps between two ticks', 1, 1000),
+    ParameterSpec('max_image_age_s', 0.5, 'older images stop the ticks and hold', 0.001, 60.0),
+    ParameterSpec('max_joint_age_s', 0.2, 'older joint states stop the ticks and hold',
+                  0.001, 60.0),
+    ParameterSpec('max_skew_s', 0.2, 'largest distance in time between the streams of a tick',
+                  0.0001, 60.0),
+    ParameterSpec('future_tolerance_s', 0.05, 'stamps further ahead of ROS time are refused',
+                  0.0, 60.0),
+    ParameterSpec('limits', 'clamp', 'targets beyond the limits: clamp or reject the chunk',
+                  choices=('clamp', 'reject'), read_only=True),
+    ParameterSpec('resync_speed_ratio', 0.5, 'part of the rate limit used while blending in',
+                  0.01, 1.0),
+    ParameterSpec('image_resize', 'letterbox', 'images of another size: letterbox or refuse them',
+                  choices=('letterbox', 'refuse'), read_only=True),
+    ParameterSpec('tick_deadline_s', 1.0, 'a longer tick counts as a missed deadline',
+                  0.001, 600.0),
+    ParameterSpec('tick_misses_to_hold', 3, 'missed deadlines in a row that hold the robot',
+                  1, 1000),
+    ParameterSpec('device_timeout_s', 10.0, 'a longer tick means that the device is lost',
+                  0.1, 600.0),
+    ParameterSpec('heartbeat_period_s', 0.2, 'longest silence of ~/heartbeat while no tick runs',
+                  0.01, 10.0),
+    ParameterSpec('verb_timeout_s', 30.0, 'limit of one capsule verb', 0.1, 3600.0),
+    ParameterSpec('observation_timeout_s', 5.0, '~/step waits this long for its observation',
+                  0.01, 600.0),
+    ParameterSpec('shutdown_timeout_s', 2.0, 'for the acknowledgement of the last hold',
+                  0.0, 60.0),
+    ParameterSpec('fifo_priority', 0, 'SCHED_FIFO priority of the step thread; 0: do not ask',
+                  0, 99, read_only=True),
+    ParameterSpec('capsule_gpu_bytes', _GIB, 'budget of the gpu tier', 0, 1 << 46,
+                  read_only=True),
+    ParameterSpec('capsule_host_bytes', _GIB, 'budget of the host tier', 0, 1 << 46,
+                  read_only=True),
+    ParameterSpec('capsule_disk_bytes', 0, 'budget of the disk tier', 0, 1 << 50,
+                  read_only=True),
+    ParameterSpec('capsule_directory', '', 'folder of the disk tier', read_only=True),
+    ParameterSpec('allow_disk_capsules', False, 'allow saving to disk at all', read_only=True),
+    ParameterSpec('capsule_proof', 'off', 'digest: hash the device state after each restore',
+                  choices=('off', 'digest')),
+    ParameterSpec('rollback_ticks', 16, 'boundaries that ~/rollback can go back', 1, 4096,
+                  read_only=True),
+)
+
+
+def executor_parameters() -> ParameterTable:
+    """Return the table with its checks across parameters; not yet declared."""
+    table = ParameterTable(SPECS)
+    table.add_check(_check_deadlines)
+    return table
+
+
+def check_at_configure(values: ParameterTable) -> None:
+    """Check what only concerns a start, before anything is loaded.
+
+    :raises ConfigError: naming parameter, value and remedy.
+    """
+    if values['allow_disk_capsules'] and not values['capsule_directory']:
+        raise ConfigError('allow_disk_capsules is true and capsule_directory is empty; '
+                          'give a folder, or set allow_disk_capsules to false')
+    if values['device_timeout_s'] < values['tick_deadline_s']:
+        raise ConfigError(
+            f'device_timeout_s is {values["device_timeout_s"]}, below tick_deadline_s '
+            f'{values["tick_deadline_s"]}; give at least as much')
+
+
+def _check_deadlines(values: Mapping[str, Any]) -> None:
+    if values['device_timeout_s'] < values['tick_deadline_s']:
+        raise ParameterInvalid(
+            f'parameter tick_deadline_s {values["tick_deadline_s"]} exceeds device_timeout_s '
+            f'{values["device_timeout_s"]}; keep it at or below')
+
+
+def document() -> str:
+    """Return the text of doc/parameters.md."""
+    return ('# Parameters of the executor\n\n'
+            'Times are in seconds, sizes in bytes. *fixed*: set at start, a change needs a new '
+            'configure of the process.\nEvery topic also has '
+            '`qos_overrides.<topic>.<publisher|subscription>.{history,depth,reliability}`.\n\n'
+            + ParameterTable(SPECS).markdown())
+
+
+if __name__ == '__main__':
+    DOCUMENT.write_text(document(), encoding='utf-8')

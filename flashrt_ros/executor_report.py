@@ -1,0 +1,135 @@
+"""What the executor tells /diagnostics: levels, counters and percentiles by component."""
+
+from typing import Any
+
+from flashrt_core.errors import FlashrtError
+from flashrt_ros.diagnostics import Diagnostics
+from flashrt_ros.diagnostics import ERROR
+from flashrt_ros.diagnostics import FaultLog
+from flashrt_ros.diagnostics import Section
+from flashrt_ros.diagnostics import WARN
+from flashrt_ros.hold import Cause
+from flashrt_ros.lifecycle import ACTIVE
+from flashrt_ros.statistics import Counters
+
+
+class ExecutorReport:
+    """Counters of one executor and the sections made of them."""
+
+    def __init__(self, node: Any) -> None:
+        """Create the updater.
+
+        :param node: the executor node; read when a section is filled.
+        """
+        self._node = node
+        self.counters = Counters()
+        self.refusals = Counters()
+        self.faults = FaultLog()
+        self._diagnostics = Diagnostics(node, hardware_id='flashrt executor')
+        for name, fill in (('state', self._state), ('ticks', self._ticks), ('steps', self._steps),
+                           ('observations', self._observations), ('capsules', self._capsules),
+                           ('refusals', self._refusals)):
+            self._diagnostics.add(name, fill)
+
+    def sections(self) -> dict[str, Section]:
+        """Return every section as it is now."""
+        return self._diagnostics.report()
+
+    def refused(self, code: str) -> None:
+        """Count a refusal by its error code."""
+        self.refusals.declare([code])
+        self.refusals.add(code)
+
+    def qos_mismatch(self, topic: str, sentence: str) -> None:
+        """Note an incompatible publisher or subscriber."""
+        self.refused('qos_incompatible')
+        if self.faults.set(f'qos {topic}', ERROR, sentence):
+            self._node.get_logger().error(sentence)
+
+    def stream_refused(self, stream: str, error: FlashrtError) -> None:
+        """Note a refused message; one log line until the stream is good again."""
+        if self.faults.set(f'stream {stream}', WARN, f'[{error.code}] {error}'):
+            self._node.get_logger().warning(
+                f'[{error.code}] {error}', throttle_duration_sec=1.0)
+
+    def stream_accepted(self, stream: str) -> None:
+        """Forget what was wrong with a stream."""
+        if self.faults.clear(f'stream {stream}'):
+            self._node.get_logger().info(f'{stream} is good again', throttle_duration_sec=1.0)
+
+    # -- sections, on the executor thread -------------------------------------------------------
+
+    def _state(self, section: Section) -> None:
+        node, control = self._node, self._node.control
+        section.add('lifecycle', node.state_label)
+        section.add('phase', node.phase)
+        section.add('ready_after_s', node.ready_after_s)
+        if node.last_transition_error:
+            section.worsen(ERROR, node.last_transition_error)
+        if control is None:
+            return
+        for key, value in vars(control.progress).items():
+            section.add(key, value)
+        causes = control.holds.causes
+        section.add('hold_causes', ', '.join(causes))
+        section.add('latched', control.holds.latched)
+        poisoned = node.engine.session.boundary.poisoned
+        if poisoned:
+            section.worsen(ERROR, f'session is poisoned: {poisoned}; ~/reset or ~/restore')
+        elif causes and node.state_label == ACTIVE:
+            section.worsen(WARN, f'holding: {", ".join(causes)}')
+
+    def _ticks(self, section: Section) -> None:
+        engine = self._node.engine
+        section.add_counts(self.counters.snapshot())
+        if engine is None:
+            return
+        section.add_stages({name: ring.summary() for name, ring in engine.rings.items()})
+        misses = engine.watch.misses_in_a_row
+        section.add('deadline_misses_in_a_row', misses)
+        if engine.watch.level == 'error':
+            section.worsen(ERROR, f'{misses} ticks in a row missed tick_deadline_s')
+        elif engine.watch.level == 'warn':
+            section.worsen(WARN, f'{misses} tick missed tick_deadline_s')
+
+    def _steps(self, section: Section) -> None:
+        thread = self._node.step_thread
+        if thread is None:
+            return
+        report = thread.report()
+        for key, value in vars(report).items():
+            section.add(key, value)
+        if report.errors:
+            section.worsen(ERROR, f'{report.errors} steps raised; see the log')
+
+    def _observations(self, section: Section) -> None:
+        engine = self._node.engine
+        self.faults.fill(section)
+        if engine is None:
+            return
+        observation = engine.observations.newest()
+        now = engine.reading(observation)
+        if not now.ready:
+            section.worsen(WARN, 'ROS time is zero: not ready; start the publisher of /clock')
+        for stream in engine.observations.streams:
+            sample = observation.samples.get(stream)
+            if sample is None:
+                section.worsen(WARN, f'{stream} has sent nothing that could be used yet')
+            else:
+                section.add(f'{stream} age_s', (now.now_ns - sample.stamp_ns) / 1e9)
+        if Cause.OBSERVATION in self._node.control.holds.causes:
+            section.worsen(ERROR, 'holding: the observations cannot be used, see ~/events')
+
+    def _capsules(self, section: Section) -> None:
+        store = self._node.store
+        if store is None:
+            return
+        for tier, use in store.usage().items():
+            section.add(f'{tier} used_bytes', use.used_bytes)
+            section.add(f'{tier} budget_bytes', use.budget_bytes)
+            section.add(f'{tier} pinned_bytes', use.pinned_bytes)
+            section.add(f'{tier} capsules', use.capsules)
+        section.add_counts(dict(store.counters))
+
+    def _refusals(self, section: Section) -> None:
+        section.add_counts(self.refusals.snapshot())

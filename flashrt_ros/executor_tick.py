@@ -1,0 +1,172 @@
+"""What one tick takes in and gives out: observations to TickInput, Chunk to robot actions.
+
+No locks and no ROS here; the engine calls it on the tick side under its own rules.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from dataclasses import field
+import time
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashrt_core.errors import ConfigError
+from flashrt_core.policies.protocol import Chunk
+from flashrt_core.policies.protocol import Modality
+from flashrt_core.policies.protocol import PortSpec
+from flashrt_core.policies.protocol import Session
+from flashrt_core.policies.protocol import SubgoalWrite
+from flashrt_core.policies.protocol import TickInput
+from flashrt_ros.control_loop import TickStart
+from flashrt_ros.embodiment import Embodiment
+from flashrt_ros.executor_observation import Observation
+from flashrt_ros.observations import StreamVerdict
+from flashrt_ros.subgoals import SubgoalSlot
+
+
+@dataclass(frozen=True)
+class Ports:
+    """What the executor needs to know of a policy, read from its ports."""
+
+    state_dim: int
+    action_dim: int
+    horizon: int
+    views: Mapping[str, tuple[int, int]]  # view -> (height, width)
+    subgoal_tokens: int  # 0: the policy has no subgoal slot
+    prompt_tokens: int  # 0: the policy takes no text
+
+    @staticmethod
+    def of(session: Session) -> 'Ports':
+        """Read the ports of a bound session.
+
+        :raises ConfigError: when state or action is missing, or an image port is not [H, W, 3].
+        """
+        def one(modality: Modality) -> PortSpec | None:
+            return next((p for p in session.ports if p.modality == modality), None)
+
+        state, action = one(Modality.STATE), one(Modality.ACTION)
+        if state is None or action is None or len(action.shape) != 2:
+            raise ConfigError(
+                f'policy ports are {[p.name for p in session.ports]}; a robot policy needs a '
+                'state port and an action port [horizon, action_dim]')
+        views = {}
+        for port in session.ports:
+            if port.modality == Modality.IMAGE:
+                if len(port.shape) != 3 or port.shape[2] != 3:
+                    raise ConfigError(
+                        f'image port {port.name} has shape {port.shape}; give [height, width, 3]')
+                views[port.name] = (port.shape[0], port.shape[1])
+        subgoal, text = one(Modality.SUBGOAL), one(Modality.TEXT)
+        return Ports(
+            state_dim=state.shape[0], action_dim=action.shape[1], horizon=action.shape[0],
+            views=views, subgoal_tokens=subgoal.shape[0] if subgoal else 0,
+            prompt_tokens=text.shape[0] if text else 0)
+
+
+@dataclass(frozen=True)
+class Pending:
+    """Writes that the next committed tick takes over into latched state."""
+
+    prompt: tuple[int, ...] | None = None
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """One tick, ready to be submitted."""
+
+    tick_input: TickInput
+    observation: Observation
+    verdicts: tuple[StreamVerdict, ...]
+    start: TickStart
+    pending: Pending
+    subgoal_requested: int
+    seed: int
+    resync: bool
+    started_ns: int  # steady
+    digests: dict[str, int] = field(default_factory=dict)  # filled while the tick runs
+
+
+class TickBook:
+    """Keeps what the next TickInput depends on beside the session's state; tick side only.
+
+    ``queue_index`` of the session is the delay that its last committed tick was told, so the steps
+    played since that chunk came into play are counted from there. A dropped tick changes nothing.
+    """
+
+    def __init__(self, embodiment: Embodiment, ports: Ports, slot: SubgoalSlot,
+                 seed: int) -> None:
+        self._robot = embodiment
+        self._ports = ports
+        self._slot = slot
+        self._state = np.zeros(ports.state_dim, dtype=np.float32)
+        self._committed: tuple[int, int] | None = None  # (observation step, delay told)
+        self.seed = seed
+        self.pending = Pending()
+        self.clear_left_overs = True
+
+    def restored(self) -> None:
+        """The session's state was replaced: no step of its previous chunk has been played here."""
+        self._committed = None
+        self.clear_left_overs = True
+
+    def prepare(
+        self,
+        observation: Observation,
+        verdicts: tuple[StreamVerdict, ...],
+        start: TickStart,
+        delay_steps: int,
+        resync: bool,
+    ) -> Prepared:
+        """Build the input of a tick.
+
+        :param delay_steps: steps expected to pass before its chunk comes into play.
+        :param resync: the robot stood still; what is left of the previous chunk is not its past.
+        """
+        self._robot.fill_state(observation.joints, self._state)
+        subgoal = self._slot.pending()
+        tick_input = TickInput(
+            images={view: observation.image(view) for view in self._ports.views},
+            state=self._state.copy(),
+            steps_executed=self._steps_executed(start, resync),
+            delay_steps=delay_steps,
+            subgoal=None if subgoal is None else SubgoalWrite(subgoal.sequence, subgoal.tokens),
+            prompt=self.pending.prompt,
+            seed=self.pending.seed,
+        )
+        seed = self.seed if self.pending.seed is None else self.pending.seed
+        return Prepared(tick_input, observation, verdicts, start, self.pending,
+                        self._slot.requested, seed, resync, time.monotonic_ns())
+
+    def committed(self, prepared: Prepared, chunk: Chunk) -> None:
+        """Note that the tick's state was committed, whether or not its chunk is played."""
+        self._committed = (prepared.start.at_step, prepared.tick_input.delay_steps)
+        self.seed = prepared.seed
+        self.clear_left_overs = False
+        self._slot.commit(chunk.subgoal_sequence)
+        if self.pending is prepared.pending:
+            self.pending = Pending()
+
+    def robot_actions(self, chunk: Chunk, prepared: Prepared, row: int = 0
+                      ) -> NDArray[np.float64]:
+        """Return a row of a chunk as absolute joint positions, float64 [horizon, joints]."""
+        return self._robot.to_robot(chunk.actions[row], prepared.observation.joints)
+
+    def _steps_executed(self, start: TickStart, resync: bool) -> int:
+        if resync or self.clear_left_overs:
+            return self._ports.horizon
+        if self._committed is None:
+            return 0
+        at_step, delay = self._committed
+        return start.at_step - at_step - delay
+
+
+def graph_keys(chunk: Chunk) -> list[str]:
+    """Return the graph keys of a chunk in the order of its segments, for messages."""
+    return [f'{segment}{_key_text(key)}' for segment, key in chunk.graph_keys.items()]
+
+
+def _key_text(key: Any) -> str:
+    return str(tuple(key)) if isinstance(key, tuple) else f'({key!r})'

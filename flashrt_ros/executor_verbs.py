@@ -1,0 +1,285 @@
+"""The capsule verbs on a live robot: reset, snapshot, restore, rollback and fork.
+
+Every method blocks until its effect is there or refused, so each runs on a worker thread; what
+touches live memory is posted to the session's lane. One verb at a time: a second answers ``busy``.
+"""
+
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Sequence
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import contextmanager
+from dataclasses import dataclass
+from dataclasses import replace
+import threading
+from typing import Any
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashrt_core.capsule import CapsuleInfo
+from flashrt_core.capsule import CapsuleStore
+from flashrt_core.capsule import RestoreReport
+from flashrt_core.errors import DeviceLost
+from flashrt_core.errors import LaneBusy
+from flashrt_core.errors import ParameterInvalid
+from flashrt_core.policies.protocol import Chunk
+from flashrt_ros.executor_engine import Engine
+from flashrt_ros.executor_tick import Pending
+from flashrt_ros.executor_tick import Prepared
+from flashrt_ros.observations import first_error
+
+T = TypeVar('T')
+C0 = 'c0'
+EVALUATE_ONLY = -1
+COMMIT_SELECTED = -2
+
+
+@dataclass(frozen=True)
+class Branches:
+    """What a fork found: one chunk per branch and which of them agrees best with the others."""
+
+    actions: NDArray[np.float64]  # [n, horizon, joints], robot units, not limited
+    scores: NDArray[np.float64]  # [n], minus the mean RMS distance to the other branches
+    spread: float  # mean pairwise RMS distance
+    selected: int
+    committed: int  # -1: none
+    chunk: Chunk
+    prepared: Prepared
+
+
+class Verbs:
+    """Capsule verbs of one session."""
+
+    def __init__(self, engine: Engine, store: CapsuleStore, parameters: Any,
+                 prompt: Callable[[], tuple[int, ...] | None]) -> None:
+        """Bind to an engine.
+
+        :param prompt: tokens of the prompt in force, which each reset hands to the policy anew.
+        """
+        self._engine = engine
+        self._control = engine.control
+        self._session = engine.session
+        self._store = store
+        self._parameters = parameters
+        self._prompt = prompt
+        self._one_at_a_time = threading.Lock()
+        self._named = 0
+
+    def reset(self, capsule_id: str, seed: int | None) -> RestoreReport:
+        """Restore C0 or another capsule and begin an episode.
+
+        :raises FlashrtError: the state is as before, unless the session is poisoned.
+        """
+        if seed is not None and seed < 0:
+            raise ParameterInvalid(f'seed is {seed}; give 0 to 2**63 - 1')
+        pending = Pending(self._prompt(), seed)
+        return self._go_to(
+            'reset', capsule_id or C0, self._session.lane.at_segment_end,
+            lambda: self._restore(capsule_id or C0, 'same'), reset=True, pending=pending,
+            detail={} if seed is None else {'seed': seed})
+
+    def restore(self, capsule_id: str, numerics: str) -> RestoreReport:
+        """Restore a capsule within the episode; raises as ``reset``."""
+        if numerics not in ('', 'same', 'any'):
+            raise ParameterInvalid(f'numerics is {numerics!r}; give same or any')
+        return self._go_to(
+            'restore', capsule_id, self._session.lane.at_segment_end,
+            lambda: self._restore(capsule_id, numerics or 'same'))
+
+    def rollback(self, to: str, boundaries: int) -> RestoreReport:
+        """Go back to a capsule or by a number of ticks; raises as ``reset``."""
+        if bool(to) == bool(boundaries):
+            raise ParameterInvalid(
+                f'to is {to!r} and boundaries is {boundaries}; give exactly one of them')
+        proof = self._parameters['capsule_proof']
+        return self._go_to(
+            'rollback', to or f'{boundaries} boundaries', self._session.lane.at_boundary,
+            lambda: self._store.rollback(
+                self._session.boundary, to or None, boundaries=boundaries or None, proof=proof))
+
+    def snapshot(self, capsule_id: str, label: str, tier: str, pin: bool) -> CapsuleInfo:
+        """Freeze the boundary after the running tick.
+
+        :raises FlashrtError: no capsule was made.
+        """
+        name = capsule_id or self._new_name()
+        with self._verb('snapshot'):
+            info = self._on_lane(
+                self._session.lane.at_boundary,
+                lambda: self._store.snapshot(self._session.boundary, name, label=label,
+                                             tier=tier or 'gpu', pin=pin), 'snapshot')
+        if info.tier == 'disk':
+            self._store.saved(info.id, self._session.boundary.session).result(
+                self._parameters['verb_timeout_s'])
+        self._control.outputs.event('snapshot', info.id, {
+            'label': info.label, 'tier': info.tier, 'position': info.position,
+            'size_bytes': info.size_bytes, 'pinned': info.pinned})
+        return info
+
+    def fork(self, capsule_id: str, n: int, seeds: Sequence[int], commit: int) -> Branches:
+        """Evaluate ``n`` branches on the current observation; optionally go on with one.
+
+        :param commit: a branch, EVALUATE_ONLY or COMMIT_SELECTED.
+        :raises FlashrtError: nothing was committed and the session is where it was.
+        """
+        self._check_fork(capsule_id, n, seeds, commit)
+        with self._verb('fork'):
+            self._control.begin_change(hold=False)
+            restored = False
+            try:
+                found = self._evaluate(capsule_id, n, seeds, commit)
+                restored = bool(capsule_id) and found.committed >= 0
+            finally:
+                self._control.end_change(
+                    restored, capsule=capsule_id, with_lock=self._engine.book.restored,
+                    bit_exact=self._session.boundary.bit_exact,
+                    poisoned=self._session.boundary.poisoned is not None)
+            if found.committed >= 0 and not capsule_id:
+                row = found.committed
+                self._engine.play(
+                    replace(found.chunk, actions=found.chunk.actions[row:row + 1]),
+                    found.prepared)
+        self._control.outputs.event('fork', capsule_id, {
+            'n': n, 'seeds': list(seeds), 'spread': found.spread, 'selected': found.selected,
+            'committed': found.committed})
+        return found
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _restore(self, capsule_id: str, numerics: str) -> RestoreReport:
+        return self._store.restore(self._session.boundary, capsule_id, numerics=numerics,
+                                   proof=self._parameters['capsule_proof'])
+
+    def _go_to(
+        self, kind: str, name: str, post: Callable[..., Any], work: Callable[[], RestoreReport],
+        *, reset: bool = False, pending: Pending | None = None,
+        detail: dict[str, Any] | None = None,
+    ) -> RestoreReport:
+        with self._verb(kind):
+            self._control.begin_change(hold=True)
+            report: RestoreReport | None = None
+
+            def entered() -> None:
+                engine, progress = self._engine, self._control.progress
+                assert report is not None
+                engine.book.restored()
+                engine.book.pending = pending or Pending()
+                engine.slot.new_episode(progress.episode)
+                progress.tick = report.position
+                self._control.outputs.event(kind, name, {
+                    'restore_us': report.us, 'bytes': report.bytes, 'source': report.source,
+                    'position': report.position, 'bit_exact': report.bit_exact,
+                    **(detail or {})})
+
+            try:
+                report = self._on_lane(post, work, kind)
+            finally:
+                self._control.end_change(
+                    report is not None, capsule=report.id if report else '', reset=reset,
+                    bit_exact=report.bit_exact if report else True, with_lock=entered,
+                    poisoned=self._session.boundary.poisoned is not None)
+        assert report is not None
+        return report
+
+    def _evaluate(self, capsule_id: str, n: int, seeds: Sequence[int], commit: int) -> Branches:
+        session, engine, lane = self._session, self._engine, self._session.lane
+        observation = engine.observations.newest()
+        verdicts = engine.ages.judge(observation.stamps_ns, engine.reading(observation))
+        error = first_error(verdicts)
+        if error is not None:
+            raise error
+        here = self._on_lane(lane.at_boundary, self._mark_here, 'fork')
+        try:
+            if capsule_id:
+                self._on_lane(lane.at_boundary, lambda: self._restore(capsule_id, 'same'), 'fork')
+            seed = self._on_lane(
+                lane.at_boundary, lambda: int(session.buffers['seed'].row(0)), 'fork')
+            rows = list(range(n))
+            session.set_branches(rows, list(seeds) or [seed] * n, None if seeds else rows)
+            prepared = engine.prepare_fork(observation, verdicts)
+            chunk = self._wait(session.submit(replace(prepared.tick_input, rows=n)), 'fork')
+            actions = np.stack([engine.book.robot_actions(chunk, prepared, row) for row in rows])
+            scores, spread = medoid_scores(actions)
+            selected = int(np.argmax(scores))
+            chosen = selected if commit == COMMIT_SELECTED else commit
+            if chosen >= 0:
+                self._wait(session.commit_branch(chosen), 'fork')
+            found = Branches(actions, scores, spread, selected, max(chosen, -1), chunk, prepared)
+        except BaseException:
+            self._back_to(here)
+            raise
+        if found.committed < 0:
+            self._back_to(here)
+        return found
+
+    def _mark_here(self) -> Any:
+        ring = self._session.boundary.ring
+        position = self._session.boundary.position()
+        if ring is not None and ring.marks and ring.marks[-1].position == position:
+            return ring.marks[-1]
+        return self._store.mark(self._session.boundary)
+
+    def _back_to(self, mark: Any) -> None:
+        self._on_lane(self._session.lane.at_boundary,
+                      lambda: self._store.rollback(self._session.boundary, mark), 'fork')
+
+    def _check_fork(self, capsule_id: str, n: int, seeds: Sequence[int], commit: int) -> None:
+        held = sorted(self._session.plan_keys)
+        if n not in self._session.plan_keys:
+            raise ParameterInvalid(
+                f'n is {n}; branch counts captured are {held}: use one of them, or add it to '
+                'row_keys of the policy config')
+        if seeds and len(seeds) != n:
+            raise ParameterInvalid(f'seeds has {len(seeds)} values for n {n}; give n or none')
+        if not COMMIT_SELECTED <= commit < n:
+            raise ParameterInvalid(
+                f'commit_branch is {commit}; give 0 to {n - 1}, -1 to evaluate only or -2 to '
+                'commit the selected one')
+        if capsule_id and any(entry.tokens for entry in self._session.boundary.entries):
+            raise ParameterInvalid(
+                f'capsule_id is {capsule_id!r}: this policy keeps KV, whose marks would die; '
+                '~/restore it first and fork with an empty capsule_id')
+
+    @contextmanager
+    def _verb(self, name: str) -> Iterator[None]:
+        if not self._one_at_a_time.acquire(blocking=False):
+            raise LaneBusy(f'{name} is refused: another capsule verb waits for the running '
+                           'segment; try again when it has answered')
+        try:
+            yield
+        finally:
+            self._one_at_a_time.release()
+
+    def _on_lane(self, post: Callable[..., Any], work: Callable[[], T], name: str) -> T:
+        self._engine.settle(self._parameters['verb_timeout_s'])
+        return self._wait(post(work, name), name)
+
+    def _wait(self, future: Any, name: str) -> Any:
+        limit = self._parameters['verb_timeout_s']
+        try:
+            return future.result(limit)
+        except FutureTimeout:
+            error = DeviceLost(f'{name} did not end within {limit:g} s; what it did is not known: '
+                               'the process exits to be respawned')
+            self._engine.fault(error)
+            raise error from None
+
+    def _new_name(self) -> str:
+        self._named += 1
+        progress = self._control.progress
+        return f'e{progress.episode}-t{progress.tick}-{self._named}'
+
+
+def medoid_scores(actions: NDArray[np.float64]) -> tuple[NDArray[np.float64], float]:
+    """Return minus the mean RMS distance of each branch to the others, and the mean of all pairs.
+
+    :param actions: float64 [n, horizon, joints].
+    """
+    n = len(actions)
+    flat = actions.reshape(n, -1)
+    distance = np.sqrt(np.mean((flat[:, None, :] - flat[None, :, :]) ** 2, axis=2))
+    if n == 1:
+        return np.zeros(1), 0.0
+    return -distance.sum(axis=1) / (n - 1), float(distance.sum() / (n * (n - 1)))
