@@ -53,9 +53,15 @@ _SHIFT = 4  # sub-pixel bits of OpenCV coordinates
 _SHADOW = 0.30
 _TOP_SPAN_M, _TOP_CENTRE = 0.86, (0.28, 0.0)
 _WRIST_SPAN_M, _WRIST_AHEAD_M = 0.30, 0.035
-_CIRCLE = np.array(
-    [(math.cos(a), math.sin(a)) for a in np.linspace(0, 2 * math.pi, 40, endpoint=False).tolist()]
-)
+
+
+def _unit_circle(corners: int) -> Points:
+    turns = np.linspace(0, 2 * math.pi, corners, endpoint=False).tolist()
+    return np.array([(math.cos(angle), math.sin(angle)) for angle in turns])
+
+
+_CIRCLE = _unit_circle(40)
+_FINE_CIRCLE = _unit_circle(96)
 _SQUARE = np.array([(-1.0, -1.0), (1.0, -1.0), (1.0, 1.0), (-1.0, 1.0)])
 
 
@@ -116,7 +122,7 @@ def _render_wrist(state: WorldState, size: int) -> Image:
     cos, sin = math.cos(tool.yaw), math.sin(tool.yaw)
     centre = (tool.x + _WRIST_AHEAD_M * cos, tool.y + _WRIST_AHEAD_M * sin)
     camera = _camera(centre, tool.yaw, _WRIST_SPAN_M, size)
-    image = np.empty((size, size, 3), np.uint8)
+    image = _bare_table(size).copy()
     _draw_table(image, camera)
     for (x, y), colour in zip(state.zones.tolist(), state.zone_colours, strict=True):
         _draw_zone(image, camera, x, y, colour)
@@ -133,12 +139,20 @@ def _render_wrist(state: WorldState, size: int) -> Image:
 @functools.lru_cache(maxsize=64)
 def _top_table(size: int, zones: tuple[tuple[float, float, int], ...]) -> tuple[Camera, Image]:
     camera = _camera(_TOP_CENTRE, 0.0, _TOP_SPAN_M, size)
-    image = np.empty((size, size, 3), np.uint8)
+    image = _bare_table(size).copy()
     _draw_table(image, camera)
     for x, y, colour in zones:
         _draw_zone(image, camera, x, y, colour)
     image.flags.writeable = False
     return camera, image
+
+
+@functools.lru_cache(maxsize=16)
+def _bare_table(size: int) -> Image:
+    image = np.empty((size, size, 3), np.uint8)
+    image[:] = TABLE
+    image.flags.writeable = False
+    return image
 
 
 def _camera(centre: tuple[float, float], yaw: float, span_m: float, size: int) -> Camera:
@@ -161,7 +175,7 @@ def _fill(image: Image, camera: Camera, outline: Points, colour: Colour | int) -
 
 
 def _disc(x: float, y: float, radius: float) -> Points:
-    return _CIRCLE * radius + (x, y)
+    return _FINE_CIRCLE * radius + (x, y)
 
 
 def _square(x: float, y: float, angle: float, half: float) -> Points:
@@ -185,7 +199,6 @@ def _mix(colour: Colour, other: Colour, share: float) -> Colour:
 
 
 def _draw_table(image: Image, camera: Camera) -> None:
-    image[:] = TABLE
     (low_x, high_x), (low_y, high_y) = TRAY_X_M, TRAY_Y_M
     corners = np.array([(low_x, low_y), (high_x, low_y), (high_x, high_y), (low_x, high_y)])
     outward = np.array([(-1, -1), (1, -1), (1, 1), (-1, 1)])
