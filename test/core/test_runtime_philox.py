@@ -67,8 +67,10 @@ def test_numpy_and_torch_give_the_same_bits(backend, seed):
     tensors = [torch.tensor(values, dtype=torch.int64, device=backend.device)
                for values in ([seed] * rows, range(rows), TICKS)]
     mine = philox.uint32_torch(*tensors, n=37).cpu().numpy()
-    out = torch.empty((rows, 5, 7), device=backend.device)
+    out, reference = (torch.empty((rows, 5, 7), device=backend.device) for _ in range(2))
     philox.normal_torch(*tensors, out)
+    philox.normal_reference(*tensors, reference)
+    assert torch.equal(out.view(torch.int32), reference.view(torch.int32))
     for row, tick in enumerate(TICKS):
         assert mine[row].tolist() == philox.uint32(seed, row, tick, 37).tolist()
         expected = philox.normal(seed, row, tick, 35).view(np.uint32)

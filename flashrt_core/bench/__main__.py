@@ -1,0 +1,50 @@
+"""Run one bench: ``python -m flashrt_core.bench NAME [options]``; without a name, list them."""
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+import importlib
+from pathlib import Path
+import pkgutil
+import sys
+
+import flashrt_core.bench
+from flashrt_core.errors import FlashrtError
+
+
+def names() -> list[str]:
+    """Return the benches: the public modules beside this one."""
+    return sorted(name for _, name, _ in pkgutil.iter_modules(flashrt_core.bench.__path__)
+                  if not name.startswith('_'))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run and report; return the exit status: 0 done, 1 refused with a reason, 2 usage."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(prog='python -m flashrt_core.bench', description=__doc__)
+    commands = parser.add_subparsers(dest='name', required=True, metavar='NAME')
+    # Only the named bench is imported: another one's missing package must not stop it.
+    chosen = next((word for word in argv if word in names()), None)
+    for name in names():
+        command = commands.add_parser(name)
+        command.add_argument('--out', type=Path, default=Path('bench_results'),
+                             help='directory of the JSON file (default: %(default)s)')
+        if name == chosen:
+            importlib.import_module(f'flashrt_core.bench.{name}').add_arguments(command)
+    arguments = parser.parse_args(argv)
+    bench = importlib.import_module(f'flashrt_core.bench.{arguments.name}')
+    try:
+        report = bench.run(arguments)
+    except FlashrtError as error:
+        print(f'{arguments.name}: {error} [{error.code}]', file=sys.stderr)
+        return 1
+    print(report.table())
+    stamp = report.date.replace(':', '').replace('+0000', 'Z')
+    path = arguments.out / f'{arguments.name}-{stamp}.json'
+    report.write(path, ['python', '-m', 'flashrt_core.bench', *argv])
+    print(f'\nwritten to {path}')
+    return 0
+
+
+if __name__ == '__main__':
+    raise SystemExit(main())
