@@ -1,4 +1,4 @@
-"""What the Pi0 tests share: a very small config, observations, transformers' model as reference."""
+"""What the Pi0 tests share: a very small config, observations, a state where all matters."""
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -48,7 +48,7 @@ def reference_actions(
     model: torch.nn.Module, c: Pi0Config, images: Sequence[np.ndarray | None], text: Sequence[int],
     state: np.ndarray, noise: np.ndarray, padding: int = 3,
 ) -> np.ndarray:
-    """Return normalised actions [rows, horizon, action width]; None among images is a masked camera.
+    """Return normalised actions [rows, horizon, action width]; an image of None is masked.
 
     ``state`` [state width] is normalised and padded. The prompt is padded by ``padding`` tokens.
     """

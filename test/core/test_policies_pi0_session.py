@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from _pi0 import bound
@@ -19,8 +20,8 @@ from flashrt_core import errors
 from flashrt_core.policies import make_policy
 from flashrt_core.policies import Modality
 from flashrt_core.policies import SubgoalWrite
-from flashrt_core.policies import TickInput
 from flashrt_core.policies.pi0 import Pi0Session
+from flashrt_core.policies.pi0.inputs import write_input
 from flashrt_core.runtime import Backend
 from flashrt_core.runtime import philox
 
@@ -279,26 +280,17 @@ def test_a_committed_branch_goes_on_as_row_zero(session, other):
 def test_earlier_segments_leave_the_state_as_it_was(session):
     lived_in(session)
     before = state_of(session)
-    graphs = {}
-    # The plan's own graphs, replayed one at a time on the lane thread.
-    for segment in session._plans[1].segments:
-        graphs[segment.label] = (segment.graph, segment.key)
-    session.lane.call(lambda: _write(session, observation(prompt=(9,), seed=3))).result()
-    for label in ('vision', 'prefix'):
-        graph, key = graphs[label]
-        session.lane.call(lambda: graph.replay(key, session.lane)).result()
-        assert equal_states(before, state_of(session)), label
-    graph, key = graphs['denoise']
-    session.lane.call(lambda: graph.replay(key, session.lane)).result()
+    seen = observation(prompt=(9,), seed=3)
+    session.lane.call(lambda: write_input(seen, 1, session.buffers, session.config)).result()
+    vision, prefix, denoise = session._plans[1].segments
+    for segment in (vision, prefix):
+        session.lane.call(partial(segment.graph.replay, segment.key, session.lane)).result()
+        assert equal_states(before, state_of(session)), segment.label
+    session.lane.call(partial(denoise.graph.replay, denoise.key, session.lane)).result()
     after = state_of(session)
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {
         'seed', 'tick', 'prompt_tokens', 'prompt_length', 'previous_chunk', 'queue_index'}
-
-
-def _write(session: Pi0Session, seen: TickInput) -> None:
-    from flashrt_core.policies.pi0.inputs import write_input
-    write_input(seen, 1, session.buffers, session.config)
 
 
 def test_a_dropped_tick_leaves_the_state_and_the_next_tick_as_they_were(session, other):
@@ -440,7 +432,7 @@ def test_bind_tells_its_progress_in_order(backend):
 
 
 def test_an_unknown_policy_is_named():
-    with pytest.raises(errors.ConfigError, match="'pi9'.*pi0"):
+    with pytest.raises(errors.ConfigError, match=r"'pi9'.*pi0"):
         make_policy('pi9')
 
 

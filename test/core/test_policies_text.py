@@ -47,7 +47,7 @@ def test_padding_and_end_decode_to_nothing():
 
 
 def test_a_text_too_long_is_refused_with_its_length():
-    with pytest.raises(ConfigError, match='8 tokens.*at most 7'):
+    with pytest.raises(ConfigError, match=r'8 tokens.*at most 7'):
         make_tokenizer('words').encode(COMMAND, 7)
 
 
