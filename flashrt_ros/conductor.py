@@ -398,6 +398,23 @@ class Conductor:
         threading.Event().wait(seconds)
         self.group.check()
 
+    def executor_step(self, stamp_ns: int, attempts: int = 3) -> Any:
+        """Have the executor step on the observation of ``stamp_ns``; return the reply.
+
+        The robot shows its observation again when the executor has missed it, as happens before
+        the two have discovered each other.
+
+        :raises Refused: for another reason, or after ``attempts``.
+        """
+        for attempt in range(attempts):
+            try:
+                return self.executor('step', observed_after=to_stamp(stamp_ns)).reply
+            except Refused as error:
+                if error.code != 'observation_missing' or attempt == attempts - 1:
+                    raise
+                self.robot('step', steps=0)
+        raise AssertionError('unreachable')
+
     def publish(self, positions: Sequence[float], names: Sequence[str], stamp_ns: int) -> None:
         """Command one point at once, through the topic that the executor uses too."""
         point = JointTrajectoryPoint(

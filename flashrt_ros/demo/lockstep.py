@@ -129,7 +129,7 @@ class LockStep:
         self._observation = self.conductor.observation(stamp_ns)
 
     def _policy_step(self, stamp_ns: int) -> list[float]:
-        reply = self.conductor.executor('step', observed_after=to_stamp(stamp_ns)).reply
+        reply = self.conductor.executor_step(stamp_ns)
         self._episode.ticks += int(reply.ticked)
         return [float(p) for p in reply.positions]
 

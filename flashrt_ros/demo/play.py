@@ -27,6 +27,7 @@ from flashrt_ros.qos import config_path
 from flashrt_ros.qos import use_large_message_profile
 
 NAMESPACE = 'demo'
+VIEWS = ('top', 'wrist')
 START_TIMEOUT_S = 120.0
 STORIES = ('rollback', 'fork', '')
 PACKAGES = ('torch', 'numpy', 'opencv-python-headless', 'safetensors', 'matplotlib')
@@ -108,7 +109,11 @@ def _start(
     files = [config_path('demo.yaml')]
     robot: dict[str, object] = {}
     brain: dict[str, object] = {'device': args.device, 'policy_config': args.policy_config}
-    if not lock_step:
+    if lock_step:
+        # Nothing repeats an observation in lock-step, so none may be lost.
+        for stream in ('joint_states', *(f'images/{view}' for view in VIEWS)):
+            brain[f'qos_overrides./{NAMESPACE}/{stream}.subscription.reliability'] = 'reliable'
+    else:
         robot = {'lock_step': False, 'publish_clock': False}
         brain.update(lock_step=False, use_sim_time=False)
     group.start('tabletop', namespace=NAMESPACE, params_files=files, params=robot)
@@ -116,7 +121,7 @@ def _start(
     conductor = Conductor(
         group,
         namespace=NAMESPACE,
-        views=('top', 'wrist') if lock_step else ('top',),
+        views=VIEWS if lock_step else VIEWS[:1],
         reliable=lock_step,
     )
     try:
