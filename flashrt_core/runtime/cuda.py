@@ -16,6 +16,7 @@ import torch
 
 from flashrt_core.errors import CaptureFailed
 from flashrt_core.errors import ConfigError
+from flashrt_core.errors import ContractError
 from flashrt_core.errors import FlashrtError
 from flashrt_core.errors import OutOfMemory
 from flashrt_core.runtime.backend import Holder
@@ -28,6 +29,10 @@ SPIN_S = 100e-6        # polls without a pause, the GIL released at each
 PAUSE_S = 30e-6        # between polls after that
 REGISTER_NBYTES = 1 << 20  # larger pinned buffers get pages of their own, not a power of two
 PR_SET_TIMERSLACK = 29
+
+# torch lends its streams round-robin: two holders of one would share a cuBLAS workspace.
+TORCH_STREAMS = 32
+_held_streams: weakref.WeakValueDictionary[int, torch.cuda.Stream] = weakref.WeakValueDictionary()
 
 # Captures end with a device-wide synchronise, which may not meet another thread's capture.
 _capture_lock = threading.Lock()
@@ -120,8 +125,19 @@ class CudaBackend:
         return self._holders.error(nbytes, name, info, 'pinned host memory')
 
     def stream(self, priority: int = 0) -> torch.cuda.Stream:
-        """Make a stream; -1 is served before 0."""
-        return torch.cuda.Stream(device=self.device, priority=priority)
+        """
+        Make a stream that no other holder has; -1 is served before 0.
+
+        :raises ContractError: all of torch's streams of that priority are held.
+        """
+        for _ in range(TORCH_STREAMS):
+            stream = torch.cuda.Stream(device=self.device, priority=priority)
+            if stream.cuda_stream not in _held_streams:
+                _held_streams[stream.cuda_stream] = stream
+                return stream
+        raise ContractError(
+            f'all {TORCH_STREAMS} streams of priority {priority} on {self.device} are held; '
+            'close sessions that are no longer used')
 
     def use(self, stream: Any) -> AbstractContextManager[Any]:
         """Make ``stream`` and its device current on the calling thread."""

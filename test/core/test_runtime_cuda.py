@@ -1,4 +1,4 @@
-"""What only a GPU can show: no allocation on the tick path, pools, waits, captures side by side."""
+"""What only a GPU can show: no allocation on the tick path, pools, waits, captures."""
 from __future__ import annotations
 
 import threading
@@ -80,11 +80,17 @@ def test_a_replay_equals_the_body_run_eagerly(gpu, gpu_lane):
 
 def test_lanes_have_pools_streams_and_capture_streams_of_their_own(gpu):
     with Lane(gpu, 'one') as one, Lane(gpu, 'two') as two:
-        streams = {s.cuda_stream for lane in (one, two) for s in (lane.stream, lane.capture_stream)}
-        assert len(streams) == 4 and one.pool != two.pool
+        streams = [s for lane in (one, two) for s in (lane.stream, lane.capture_stream)]
+        assert len({s.cuda_stream for s in streams}) == 4 and one.pool != two.pool
         current = [lane.call(lambda: torch.cuda.current_stream().cuda_stream).result(WAIT_S)
                    for lane in (one, two)]
         assert current == [one.stream.cuda_stream, two.stream.cuda_stream]
+
+
+def test_a_stream_is_never_lent_twice_while_it_is_held(gpu):
+    held = [gpu.stream() for _ in range(20)]
+    for _ in range(40):
+        assert gpu.stream().cuda_stream not in {s.cuda_stream for s in held}
 
 
 def test_two_lanes_capture_and_replay_at_once_without_mixing(gpu, stress):
