@@ -419,8 +419,8 @@ class StepThread:
             os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(self._priority))
         except (AttributeError, OSError) as refusal:
             self._realtime_reason = (
-                f'SCHED_FIFO {self._priority} was refused ({refusal}); '
-                'grant CAP_SYS_NICE or an rtprio limit'
+                f'SCHED_FIFO {self._priority} was refused ({refusal}); grant CAP_SYS_NICE or an '
+                'rtprio limit'
             )
             return
         self._realtime, self._realtime_reason = True, ''

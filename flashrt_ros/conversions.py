@@ -80,8 +80,7 @@ class JointReader:
             joint = int(np.argmin(np.isfinite(positions)))
             raise ObservationNonFinite(
                 f'{self._stream} has position {positions[joint]} for {self._robot.names[joint]}; '
-                'check its '
-                'encoder and driver'
+                'check its encoder and driver'
             )
         return positions
 
@@ -110,16 +109,15 @@ class JointReader:
         if missing:
             raise BadJoints(
                 f'{self._stream} lacks {_listed(missing)}, it has '
-                f'{_listed(list(names)) or "none"}; correct '
-                f'joints in {self._robot.source} or the driver'
+                f'{_listed(list(names)) or "none"}; correct joints in {self._robot.source} or the '
+                'driver'
             )
         if not self._robot.ignore_unknown_joints:
             extra = [name for name in names if name not in self._robot.index]
             if extra:
                 raise BadJoints(
                     f'{self._stream} has {_listed(extra)}, which {self._robot.source} does not '
-                    'list; add them '
-                    'or set unknown_joints: ignore'
+                    'list; add them or set unknown_joints: ignore'
                 )
         return np.array([where[name] for name in self._robot.names], dtype=np.intp)
 
@@ -145,8 +143,7 @@ class TrajectoryEncoder:
         if not joint_names or horizon < 1 or not step_period_s > 0:
             raise ConfigError(
                 f'trajectory of {len(joint_names)} joints, {horizon} rows, period {step_period_s} '
-                's; all must '
-                'be positive'
+                's; all must be positive'
             )
         from trajectory_msgs.msg import JointTrajectory
 

@@ -150,8 +150,8 @@ class Embodiment:
         actions = np.asarray(values, dtype=np.float64)
         if actions.shape[-1] < count:
             raise ActionError(
-                f'actions have {actions.shape[-1]} columns, {self.name} has {count} joints; '
-                'use a policy with as many actions'
+                f'actions have {actions.shape[-1]} columns, {self.name} has {count} joints; use a '
+                'policy with as many actions'
             )
         actions = actions[..., :count]
         if self.any_relative:
@@ -196,8 +196,8 @@ def load_embodiment(path: str | Path) -> Embodiment:
         text = path.read_text(encoding='utf-8')
     except (OSError, UnicodeDecodeError) as reason:
         raise ConfigError(
-            f'embodiment file {path} cannot be read ({reason}); give the path of a YAML file, '
-            'see config/embodiments'
+            f'embodiment file {path} cannot be read ({reason}); give the path of a YAML file, see '
+            'config/embodiments'
         ) from reason
     return parse_embodiment(text, source=path.name)
 

@@ -151,8 +151,8 @@ class HoldMachine:
         with self._lock:
             if Cause.POISONED in self._causes:
                 raise WrongState(
-                    'the session is poisoned by a failed restore; call ~/reset or ~/restore, then '
-                    '~/resume'
+                    'the session is poisoned by a failed restore; call ~/reset or ~/restore, '
+                    'then ~/resume'
                 )
             if not any(self._causes.values()):
                 state = 'running' if self._running else f'in {self.phase.value}'
@@ -226,8 +226,7 @@ class TickWatch:
         if not deadline_s > 0 or error_after < 1 or not heartbeat_s > 0:
             raise ConfigError(
                 f'tick deadline {deadline_s} s, error after {error_after}, heartbeat '
-                f'{heartbeat_s} s; give '
-                'positive numbers'
+                f'{heartbeat_s} s; give positive numbers'
             )
         counters.declare(COUNTERS)
         self._deadline_ns = int(deadline_s * NANOSECONDS)

@@ -52,8 +52,7 @@ def decode_image(message: Any, *, stream: str, max_pixels: int = MAX_PIXELS) -> 
     if len(message.data) != step * height:
         raise BadSize(
             f'{stream} has {len(message.data)} bytes, height {height} times step {step} is '
-            f'{step * height}; '
-            'correct the driver'
+            f'{step * height}; correct the driver'
         )
     rows = np.frombuffer(message.data, dtype=np.uint8).reshape(height, step)
     pixels = rows[:, : width * channels]
@@ -81,8 +80,7 @@ def decode_compressed(message: Any, *, stream: str, max_pixels: int = MAX_PIXELS
     if not found or named not in ('', found):
         raise BadEncoding(
             f'{stream} says format {message.format!r}, its data begin with '
-            f'{data[:8].hex() or "nothing"}; '
-            'publish JPEG or PNG and name it'
+            f'{data[:8].hex() or "nothing"}; publish JPEG or PNG and name it'
         )
     whole = data.rstrip(b'\0').endswith(_JPEG_END) if found == 'jpeg' else data.endswith(_PNG_END)
     if not whole:
@@ -111,19 +109,23 @@ def fit_view(
 
     :param resize: ``letterbox`` keeps the aspect and pads as the policies were trained
         (flashrt_core.policies.preprocess); ``refuse`` takes the exact size only.
-    :raises BadSize: for another size when refusing.
+    :raises BadSize: for another size when refusing, or when the view is not square.
     """
     if image.shape == (height, width, 3):
         return image
     if resize == 'refuse':
         raise BadSize(
             f'{stream} is {image.shape[1]}x{image.shape[0]}, the policy takes {width}x{height}; '
-            'insert '
-            'image_proc resize_node or set image_resize to letterbox'
+            'insert image_proc resize_node or set image_resize to letterbox'
+        )
+    if height != width:
+        raise BadSize(
+            f'{stream} cannot be letterboxed to {width}x{height}, which is not square; insert '
+            'image_proc resize_node and set image_resize to refuse'
         )
     from flashrt_core.policies.preprocess import letterbox
 
-    return letterbox(image, height, width)
+    return letterbox(image, height)
 
 
 def _check_pixels(stream: str, height: int, width: int, max_pixels: int) -> None:

@@ -121,8 +121,7 @@ class ObservationWatch:
                 self._counters.add('observations_out_of_order')
                 raise ObservationStale(
                     f'{stream} is stamped {(newest - stamp_ns) / 1e9:.3f} s before the one '
-                    'already held; it is '
-                    'dropped; let one publisher stamp in order'
+                    'already held; it is dropped; let one publisher stamp in order'
                 )
             self._newest_ns[stream] = stamp_ns
         self._counters.add('observations_accepted')
@@ -174,9 +173,8 @@ class ObservationWatch:
                     'skewed',
                     (
                         f'{stream} lies {(newest - stamp) / 1e9:.3f} s behind the newest stream, '
-                        'the limit is '
-                        f'{self._max_skew_ns / 1e9:.3f} s; synchronise the sensors or raise '
-                        'max_skew_s'
+                        f'the limit is {self._max_skew_ns / 1e9:.3f} s; synchronise the sensors '
+                        'or raise max_skew_s'
                     ),
                 )
             else:
@@ -194,8 +192,8 @@ class ObservationWatch:
     def _future(self, stream: str, stamp_ns: int, now_ns: int) -> str:
         return (
             f'{stream} is stamped {(stamp_ns - now_ns) / 1e9:.3f} s ahead of ROS time, the '
-            'tolerance is '
-            f'{self._tolerance_ns / 1e9:.3f} s; use one time base (use_sim_time) on both sides'
+            f'tolerance is {self._tolerance_ns / 1e9:.3f} s; use one time base (use_sim_time) on '
+            'both sides'
         )
 
 
@@ -210,8 +208,7 @@ def first_error(verdicts: tuple[StreamVerdict, ...]) -> ObservationError | None:
 def _not_ready(stream: str) -> str:
     return (
         f'{stream} cannot be judged while simulated time is zero; start the publisher of /clock '
-        'or set '
-        'use_sim_time to false'
+        'or set use_sim_time to false'
     )
 
 
@@ -220,6 +217,5 @@ def _stale(stream: str, stamp_ns: int, age_ns: int, max_age_ns: int) -> str:
         return f'{stream} has a zero stamp; let its driver fill header.stamp'
     return (
         f'{stream} is {age_ns / 1e9:.3f} s old, the limit is {max_age_ns / 1e9:.3f} s; check the '
-        'sensor, its '
-        'rate and its clock'
+        'sensor, its rate and its clock'
     )

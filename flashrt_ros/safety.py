@@ -108,9 +108,8 @@ class ActionGuard:
             joint = self._robot.joints[worst]
             raise ActionJump(
                 f'{joint.name} would begin {gap[worst]:.4f} {joint.unit} from its measured '
-                'position '
-                f'{measured[worst]:.4f}, pose_gap is {joint.pose_gap}; move the robot nearer or '
-                'call ~/reset'
+                f'position {measured[worst]:.4f}, pose_gap is {joint.pose_gap}; move the robot '
+                'nearer or call ~/reset'
             )
 
     def _check_finite(self, actions: Vector) -> None:
@@ -123,8 +122,7 @@ class ActionGuard:
         step, joint = (int(at) for at in np.argwhere(bad)[0])
         raise ActionNonFinite(
             f'action {step} of {self._robot.names[joint]} is {actions[step, joint]}; the whole '
-            'chunk is '
-            'dropped; check the observation and the weights, then ~/reset'
+            'chunk is dropped; check the observation and the weights, then ~/reset'
         )
 
     def _limit_steps(self, played: Vector, commanded: Vector | None) -> int:
@@ -141,8 +139,7 @@ class ActionGuard:
             raise ActionJump(
                 f'{self._robot.names[joint]} moves {moves[row, joint]:.4f} '
                 f'{self._robot.joints[joint].unit} in one step, max_step is {step[joint]:.4f}; '
-                'retrain, raise '
-                'max_step or set limits to clamp'
+                'retrain, raise max_step or set limits to clamp'
             )
         limited, last = 0, path[0]
         for target in played:
@@ -158,8 +155,8 @@ class ActionGuard:
         joint = self._robot.joints[column]
         return (
             f'{joint.name} target {played[row, column]:.4f} {joint.unit} lies outside '
-            f'{joint.minimum} to '
-            f'{joint.maximum}; retrain, correct the embodiment file or set limits to clamp'
+            f'{joint.minimum} to {joint.maximum}; retrain, correct the embodiment file or set '
+            'limits to clamp'
         )
 
 

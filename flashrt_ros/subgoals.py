@@ -101,8 +101,7 @@ class SubgoalSlot:
             self._counters.add('subgoals_wrong_episode')
             raise SubgoalRefused(
                 f'subgoal {sequence} is for episode {episode}, the current one is '
-                f'{current_episode}; plan '
-                'again from the current episode'
+                f'{current_episode}; plan again from the current episode'
             )
         with self._lock:
             number = sequence or self._requested + 1
@@ -111,8 +110,8 @@ class SubgoalSlot:
                 self._counters.add('subgoals_duplicate' if again else 'subgoals_out_of_order')
                 raise SubgoalRefused(
                     f'subgoal sequence {number} '
-                    f'{"was accepted already" if again else "is out of order"}, the '
-                    f'newest is {self._requested}; send a higher one, or 0 to have it numbered'
+                    f'{"was accepted already" if again else "is out of order"}, the newest is '
+                    f'{self._requested}; send a higher one, or 0 to have it numbered'
                 )
             accepted = Subgoal(
                 number, current_episode, text, ids, interrupt, now_ns, float(deadline_s)

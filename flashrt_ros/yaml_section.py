@@ -1,13 +1,14 @@
 """YAML read key by key: each refusal names file, key, value and remedy."""
 
+import sys
 from typing import Any
 
-import numpy as np
 import yaml
 
 from flashrt_core.errors import ConfigError
 
 _REQUIRED = object()
+_LARGEST = sys.float_info.max
 
 
 def parse_section(text: str, source: str) -> 'Section':
@@ -87,7 +88,11 @@ class Section:
         if key not in self.values and default is not _REQUIRED:
             return default
         value = self.get(key, default, 'give a number')
-        if isinstance(value, bool) or not isinstance(value, int | float) or not np.isfinite(value):
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not -_LARGEST <= value <= _LARGEST
+        ):
             self.refuse(key, 'give a finite number')
         if low is not None and value < low:
             self.refuse(key, f'give at least {low}')

@@ -7,6 +7,7 @@ from pathlib import Path
 import sys
 import time
 
+from hypothesis import settings
 import pytest
 import torch
 
@@ -15,6 +16,8 @@ from flashrt_core.runtime import cpu_backend
 from flashrt_core.runtime import cuda_backend
 from flashrt_core.runtime import Lane
 
+settings.register_profile('suite', deadline=None, derandomize=True)
+settings.load_profile('suite')
 sys.path.insert(0, str(Path(__file__).parent / 'core'))  # helpers: _poison
 
 

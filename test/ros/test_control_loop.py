@@ -1,4 +1,4 @@
-"""Tests of flashrt_ros.control_loop: splice by executed steps, and a step thread on a made-up clock."""
+"""Tests of flashrt_ros.control_loop: splice by executed steps; stepping on a made-up clock."""
 
 import threading
 
