@@ -250,7 +250,7 @@ class LockStep:
         self.run.verbs.append(
             VerbCall(
                 verb=verb,
-                capsule=capsule or 'C0',
+                capsule=capsule or 'c0',
                 episode=len(self.run.episodes),
                 epoch=epoch,
                 at_s=self.terminal.seconds,

@@ -141,18 +141,16 @@ def timeline_svg(run: Run) -> str:
     """Episodes as rows, epochs as coloured stretches, verbs as marks."""
     if not run.episodes:
         return ''
-    left, width, row, top = 150, 830, 34, 14
-    end = max(e.ended_s for e in run.episodes)
-    begin = min(e.began_s for e in run.episodes)
-    scale = width / max(1e-6, end - begin)
+    left, width, row, top = 150, 790, 34, 14
+    scale = width / max(1e-6, *(e.ended_s - e.began_s for e in run.episodes))
     height = top + row * len(run.episodes) + 26
-
-    def x(seconds: float) -> float:
-        return left + (seconds - begin) * scale
-
-    parts = [f'<svg viewBox="0 0 {left + width + 20} {height}" class="timeline" role="img">']
+    parts = [f'<svg viewBox="0 0 {left + width + 60} {height}" class="timeline" role="img">']
     for index, episode in enumerate(run.episodes):
         y = top + index * row
+
+        def x(seconds: float, begin: float = episode.began_s) -> float:
+            return left + (seconds - begin) * scale
+
         calls = [c for c in run.verbs if episode.began_s <= c.at_s <= episode.ended_s]
         cuts = [c for c in calls if c.verb in ('reset', 'rollback', 'restore')]
         edges = [episode.began_s, *(c.at_s for c in cuts), episode.ended_s]
@@ -160,7 +158,8 @@ def timeline_svg(run: Run) -> str:
         epochs = [first if not cuts else max(0, cuts[0].epoch - 1), *(c.epoch for c in cuts)]
         parts.append(
             f'<text x="{left - 10}" y="{y + 15}" text-anchor="end">'
-            f'{html.escape(episode.title)}</text>'
+            f'{html.escape(episode.title)}</text><text x="{x(episode.ended_s) + 8:.1f}" '
+            f'y="{y + 15}" class="faint">{episode.ended_s - episode.began_s:.1f} s</text>'
         )
         for number, (start, stop) in enumerate(pairwise(edges)):
             if (stop - start) * scale < 0.5:
@@ -195,8 +194,5 @@ def timeline_svg(run: Run) -> str:
                 f'<text x="{at + 15}" y="{y}">{verb}</text>'
             )
             at += 90
-    parts.append(
-        f'<text x="{left + width}" y="{y}" text-anchor="end">{end - begin:.1f} s in all</text>'
-    )
     parts.append('</svg>')
     return ''.join(parts)

@@ -24,8 +24,15 @@ from flashrt_ros.msg import ActionChunk
 from flashrt_ros.msg import TickInput
 
 PERIOD_MS = 20.0
-WANTED = ('lateness_p50_ms', 'lateness_p99_ms', 'late', 'missed', 'inference_p50_us',
-          'inference_p99_us', 'exhausted', 'realtime')  # fmt: skip
+# Name in the report, key in the executor's diagnostics.
+WANTED = (
+    ('step late by p50, ms', 'lateness_p50_ms'),
+    ('step late by p99, ms', 'lateness_p99_ms'),
+    ('steps late', 'late'),
+    ('steps missed', 'missed'),
+    ('inference p50, us', 'inference_p50_us'),
+    ('inference p99, us', 'inference_p99_us'),
+)
 
 
 class Diagnostics:
@@ -84,7 +91,7 @@ def real_time_episode(
     run.verbs.append(
         VerbCall(
             verb='reset',
-            capsule='C0',
+            capsule='c0',
             episode=len(run.episodes),
             epoch=int(reset.reply.epoch),
             at_s=terminal.seconds,
@@ -105,21 +112,22 @@ def real_time_episode(
     conductor.on_command = arrive
     frames: list[NDArray[np.uint8]] = []
     began = time.monotonic()
-    wanted_frames = STRIP_FRAMES
     while (elapsed := time.monotonic() - began) < seconds:
-        due = seconds * len(frames) / max(1, wanted_frames - 1)
+        due = seconds * len(frames) / (STRIP_FRAMES - 1)
         if elapsed >= due and (image := conductor.image('top')) is not None:
             frames.append(image)
         conductor.wait_a_moment(0.05)
         terminal.progress(int(elapsed * 10), int(seconds * 10), f'{len(arrivals)} commands')
     conductor.on_command = None
+    if (image := conductor.image('top')) is not None:
+        frames.append(image)
     samples = RealTime(PERIOD_MS, seconds=time.monotonic() - began)
     samples.arrival_gap_ms = gaps_ms(arrivals)
     samples.latency_ms = pair_latencies_ms(list(heard.chunks), list(heard.inputs))
-    for key in WANTED:
+    for name, key in WANTED:
         value = diagnostics.number('executor', key)
         if value is not None:
-            samples.counters[key] = value
+            samples.counters[name] = value
     run.real_time = samples
     episode.ticks, episode.steps = len(heard.chunks), len(arrivals)
     episode.epochs = [int(reset.reply.epoch)]

@@ -26,7 +26,8 @@ def render(run: Run) -> str:
         _head(run),
         _cards(run),
         '<h2>Episodes and epochs</h2><p>Each reset, restore or rollback begins a new epoch; '
-        'a result in flight from an older one is dropped.</p>' + plots.timeline_svg(run),
+        'a result in flight from an older one is dropped. All rows have the same scale.</p>'
+        + plots.timeline_svg(run),
         _strips(run.episodes),
         _proofs(run),
         _forks(run),
@@ -255,14 +256,14 @@ def _real_time(run: Run) -> str:
             rows.append(
                 (name, len(values), *(f'{percentile(values, q):.2f}' for q in (50, 99, 100)))
             )
-    counters = ', '.join(f'{k} {v:g}' for k, v in samples.counters.items())
+    counters = ', '.join(f'{k}: {v:.4g}' for k, v in samples.counters.items())
     return (
         f'<h2>Real-time episode</h2><p>{samples.seconds:.1f} s at '
         f'{1000 / samples.period_ms:.0f} Hz, robot and executor in separate processes on a '
         'machine that also runs this demo: figures of this machine today, no promise.</p>'
         + _table(('', '>samples', '>p50, ms', '>p99, ms', '>max, ms'), rows)
         + f'<figure>{_img(plots.real_time_png(samples), "jitter and latency")}</figure>'
-        + (f'<p class="sub">{html.escape(counters)}</p>' if counters else '')
+        + (f'<p class="sub">The executor says: {html.escape(counters)}.</p>' if counters else '')
     )
 
 
