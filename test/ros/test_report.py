@@ -97,7 +97,7 @@ def test_the_report_is_one_file_that_loads_nothing_from_elsewhere(run, tmp_path)
     text = path.read_text()
     assert text.startswith('<!doctype html>')
     assert not re.search(r'(?:src|href)="(?!data:)', text)
-    assert 'http' not in text
+    assert 'http://' not in text and 'https://' not in text
     assert text.count('data:image/png;base64,') == 4 + 3
 
 
