@@ -1,12 +1,14 @@
 """The scripted teacher solves pick-and-place, also after mishaps."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from flashrt_core.tabletop.expert import Expert
 from flashrt_core.tabletop.expert import expert_action
+from flashrt_core.tabletop.kinematics import inverse
 from flashrt_core.tabletop.kinematics import LOWER_LIMITS
 from flashrt_core.tabletop.kinematics import UPPER_LIMITS
 from flashrt_core.tabletop.world import World
@@ -105,6 +107,33 @@ def test_it_depends_on_the_state_alone():
         assert np.array_equal(action, expert_action(world.snapshot(), world.goals))
         assert np.array_equal(action, teacher.action())
         world.step(action)
+
+
+def test_lowered_fingers_open_and_rise_before_the_arm_travels():
+    world = World(21, 1)
+    lowered = replace(world.snapshot(), lift=0.0, joints=np.array([*inverse(0.4, 0.0), 0.9]))
+    action = expert_action(lowered, world.goals)
+    assert action[:3] == pytest.approx(lowered.joints[:3])
+    assert action[3] == 0.0
+
+
+@pytest.mark.parametrize(('gripper', 'speed', 'command'), [
+    (0.0, 0.0, 1.0),  # open: close
+    (0.3, 2.0, 1.0),  # closing: go on
+    (0.9, 2.0, 0.0),  # past the block's width with nothing in between: missed
+    (0.3, -2.0, 0.0),  # opening for the next try: go on
+    (0.3, 0.0, 0.0),  # stalled on something: open
+])
+def test_over_a_block_it_closes_and_after_a_miss_it_opens_for_the_next_try(
+    gripper, speed, command
+):
+    world = World(21, 1)
+    state = world.snapshot()
+    x, y, _ = state.blocks[0]
+    over = replace(
+        state, joints=np.array([*inverse(x, y), gripper]),
+        velocities=np.array([0.0, 0.0, 0.0, speed]), lift=0.0 if gripper else 1.0)
+    assert expert_action(over, world.goals)[3] == command
 
 
 def test_it_solves_through_the_rate_limit_of_the_shipped_embodiment(stress):
