@@ -8,6 +8,7 @@ is hashed by the thread that reads or writes it.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable
 from collections.abc import Generator
 from collections.abc import Iterable
@@ -31,6 +32,7 @@ from .format import Header
 from .hashing import fold
 from .hashing import GROUP_BYTES
 from .hashing import LEAF_BYTES
+from .hashing import leaves
 from .hashing import WORKERS
 from .hashing import workers
 
@@ -98,10 +100,12 @@ def read_data(fd: int, header: Header, into: Sequence[memoryview]) -> None:
     with contextlib.suppress(OSError):
         os.posix_fadvise(fd, offset, header.data_bytes, os.POSIX_FADV_SEQUENTIAL)
 
+    memory = _Spans(into)
+
     def piece(at: int) -> bytes:
         end = min(at + PIECE_BYTES, header.data_bytes)
-        _read_exactly(fd, _views(into, at, end), offset + at)
-        return _leaves(into, at, end)
+        _read_exactly(fd, memory.cut(at, end), offset + at)
+        return memory.leaves(at, end)
 
     with contextlib.closing(_by_group(piece, header)) as groups:
         for number, (found, known) in enumerate(zip(groups, header.digests, strict=True)):
@@ -116,7 +120,7 @@ def stream(fd: int, header: Header) -> Iterator[tuple[int, bytearray]]:
         data = bytearray(min(GROUP_BYTES, header.data_bytes - at))
         view = memoryview(data)
         _read_exactly(fd, [view], header.data_offset + at)
-        if fold(_leaves([view], 0, len(data)))[0] != known:
+        if fold(leaves(view))[0] != known:
             raise _bad_group(header, number)
         yield at, data
 
@@ -133,10 +137,11 @@ def save(
 
     def piece(at: int) -> bytes:
         end = min(at + PIECE_BYTES, header.data_bytes)
-        digests = _leaves(data, at, end)
-        _write_exactly(fd, _views(data, at, end), header.data_offset + at)
+        digests = memory.leaves(at, end)
+        _write_exactly(fd, memory.cut(at, end), header.data_offset + at)
         return digests
 
+    memory = _Spans(data)
     with _temporary(directory, name, replacing) as (fd, publish):
         done = replace(header, digests=tuple(_by_group(piece, header)))
         _write_exactly(fd, [memoryview(container.encode(done))], 0)
@@ -256,27 +261,32 @@ def _by_group(
 _GROUP_LEAVES = GROUP_BYTES // LEAF_BYTES * 32
 
 
-def _leaves(data: Sequence[memoryview], begin: int, end: int) -> bytes:
-    found = []
-    for at in range(begin, end, LEAF_BYTES):
-        state = hashlib.sha256()
-        for view in _views(data, at, min(at + LEAF_BYTES, end)):
-            state.update(view)
-        found.append(state.digest())
-    return b''.join(found)
+class _Spans:
+    """Several views as one run of bytes."""
 
+    def __init__(self, views: Sequence[memoryview]) -> None:
+        self._views = views
+        self._starts = [0, *itertools.accumulate(len(view) for view in views)]
 
-def _views(data: Sequence[memoryview], begin: int, end: int) -> list[memoryview]:
-    """The parts of `data` that hold bytes [begin, end) of its concatenation."""
-    found, at = [], 0
-    for view in data:
-        low, high = max(begin - at, 0), min(end - at, len(view))
-        if low < high:
-            found.append(view[low:high])
-        at += len(view)
-        if at >= end:
-            break
-    return found
+    def cut(self, begin: int, end: int) -> Iterator[memoryview]:
+        """The parts that hold bytes [begin, end)."""
+        at = bisect.bisect_right(self._starts, begin) - 1
+        while begin < end:
+            first = self._starts[at]
+            part = self._views[at][begin - first : end - first]
+            yield part
+            begin += len(part)
+            at += 1
+
+    def leaves(self, begin: int, end: int) -> bytes:
+        """Leaf digests of [begin, end)."""
+        found = []
+        for at in range(begin, end, LEAF_BYTES):
+            state = hashlib.sha256()
+            for view in self.cut(at, min(at + LEAF_BYTES, end)):
+                state.update(view)
+            found.append(state.digest())
+        return b''.join(found)
 
 
 def _read_exactly(fd: int, views: Iterable[memoryview], offset: int) -> None:
@@ -298,7 +308,8 @@ def _write_exactly(fd: int, views: Iterable[memoryview], offset: int) -> None:
 def _bad_group(header: Header, number: int) -> CapsuleCorrupt:
     begin = number * GROUP_BYTES
     end = min(begin + GROUP_BYTES, header.data_bytes)
-    names = [t.name for t in header.tensors if t.begin < end and t.end > begin]
+    touched = (t.name for t in header.tensors if t.begin < end and t.end > begin)
+    names = [name for name in touched if not name.startswith(container.GAP)]
     return CapsuleCorrupt(
         f'capsule {header.info.id!r}: data bytes {begin} to {end} do not match their digest '
         f'(buffers {", ".join(names[:6])}); drop it and snapshot again'

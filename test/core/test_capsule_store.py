@@ -268,7 +268,7 @@ def test_another_layout_is_refused_with_the_fields_that_differ(backend: Backend)
     store.snapshot(other.boundary, 'foreign')
     before = mine.image()
     for numerics in ('same', 'any'):
-        with pytest.raises(IdentityMismatch, match=r"layout\.config: here 'small', capsule 'large"):
+        with pytest.raises(IdentityMismatch, match=r"config: here 'small', capsule 'large"):
             store.restore(mine.boundary, 'foreign', numerics=numerics)
     assert mine.image() == before
 

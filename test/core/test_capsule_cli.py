@@ -1,0 +1,151 @@
+"""The capsule command: ls, show, diff, verify, export, import."""
+from __future__ import annotations
+
+import json
+from pathlib import Path
+import subprocess
+import sys
+
+from _capsules import MIB
+from _capsules import Session
+from _capsules import small_store
+import pytest
+
+from flashrt_core.capsule import Identity
+from flashrt_core.capsule.cli import main
+from flashrt_core.runtime import cpu_backend
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Three capsules: 'a', 'b' (one buffer and the extent differ), 'other' of another identity."""
+    backend, path = cpu_backend(), tmp_path / 'capsules'
+    store = small_store(backend, disk_bytes=64 * MIB, directory=path, allow_disk=True)
+    session = Session(backend)
+    session.length = 10
+    session.fill(1)
+    store.snapshot(session.boundary, 'a', label='first')
+    store.restore(session.boundary, 'a')
+    session.buffers['tick'].tensor.bitwise_xor_(0x0101)
+    session.length = 12
+    store.snapshot(session.boundary, 'b')
+    other = Session(backend, identity=Identity({'config': 'large'}, {}), name='planner')
+    store.snapshot(other.boundary, 'other')
+    store.move('a', 'disk')
+    store.move('b', 'disk')
+    store.move('other', 'disk', session='planner')
+    store.close()
+    return path
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
+    code = main([str(item) for item in argv])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_ls_lists_capsules_and_names_refused_files(
+        folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, 'ls', folder)
+    assert code == 0 and 'first' in out and 'planner@other' in out
+    (folder / 'bad.capsule').write_bytes(b'junk')
+    code, out, _ = run(capsys, 'ls', folder, '--json')
+    listed = json.loads(out)
+    assert code == 1 and [item['id'] for item in listed['capsules']] == ['a', 'b', 'other']
+    assert listed['refused'][0]['file'] == 'bad.capsule'
+
+
+def test_show_names_lineage_identity_and_buffers(
+        folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, 'show', folder / 'b.capsule')
+    assert code == 0 and 'parent: a' in out and 'layout.config: small' in out
+    shown = json.loads(run(capsys, 'show', folder / 'b.capsule', '--json')[1])
+    kv = next(item for item in shown['buffers'] if item['name'] == 'kv.0')
+    assert kv == {'name': 'kv.0', 'dtype': 'BF16', 'shape': [12, 2, 4, 64], 'bytes': 12288}
+    assert shown['extents'] == {'kv.0': 12, 'kv.1': 12}
+
+
+def test_diff_names_the_buffers_and_how_many_bytes(
+        folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, 'diff', folder / 'a.capsule', folder / 'b.capsule')
+    assert code == 1
+    assert 'tick: 2 of 8 bytes differ' in out
+    assert 'kv.0: 0 of 10,240 bytes differ, BF16 [10, 2, 4, 64] | BF16 [12, 2, 4, 64]' in out
+    assert 'queue' not in out and 'layout' not in out
+    code, out, _ = run(capsys, 'diff', folder / 'a.capsule', folder / 'a.capsule')
+    assert (code, out) == (0, 'no differences\n')
+    code, out, _ = run(capsys, 'diff', folder / 'a.capsule', folder / 'planner@other.capsule')
+    assert code == 1 and "layout.config: 'small' | 'large'" in out
+
+
+def test_verify_finds_the_damaged_file(
+        folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = [folder / 'a.capsule', folder / 'b.capsule']
+    assert run(capsys, 'verify', *files)[0] == 0
+    raw = bytearray(files[1].read_bytes())
+    raw[-1] ^= 1
+    files[1].write_bytes(raw)
+    code, out, _ = run(capsys, 'verify', *files)
+    assert code == 1 and 'a.capsule: ok' in out and 'b.capsule: damaged' in out
+    results = json.loads(run(capsys, 'verify', *files, '--json')[1])['files']
+    assert [item['ok'] for item in results] == [True, False]
+    assert results[1]['error'] == 'capsule_corrupt'
+
+
+def test_export_then_import_carries_the_same_bytes(
+        folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / 'carried.bin'
+    assert run(capsys, 'export', folder, 'other', out, '--session', 'planner')[0] == 0
+    assert out.read_bytes() == (folder / 'planner@other.capsule').read_bytes()
+    target = tmp_path / 'elsewhere'
+    target.mkdir()
+    assert run(capsys, 'import', out, target)[0] == 0
+    assert (target / 'planner@other.capsule').read_bytes() == out.read_bytes()
+    assert (target / 'planner@other.capsule').stat().st_mode & 0o777 == 0o600
+
+
+def test_nothing_is_overwritten_unless_forced(
+        folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / 'out.capsule'
+    out.write_bytes(b'precious')
+    code, _, err = run(capsys, 'export', folder, 'a', out)
+    assert code == 2 and '--force' in err and out.read_bytes() == b'precious'
+    code, _, err = run(capsys, 'import', folder / 'a.capsule', folder)
+    assert code == 2 and 'capsule_exists' in err
+    assert run(capsys, 'export', folder, 'a', out, '--force')[0] == 0
+    assert out.read_bytes() == (folder / 'a.capsule').read_bytes()
+
+
+def test_a_damaged_file_is_not_imported(
+        folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    raw = bytearray((folder / 'a.capsule').read_bytes())
+    raw[-1] ^= 1
+    bad, target = tmp_path / 'bad.capsule', tmp_path / 'target'
+    bad.write_bytes(raw)
+    target.mkdir()
+    code, _, err = run(capsys, 'import', bad, target)
+    assert code == 2 and 'capsule_corrupt' in err and list(target.iterdir()) == []
+
+
+@pytest.mark.parametrize('argv', [
+    ['show', 'missing.capsule'], ['ls', 'missing'], ['export', '.', '../x', 'y'],
+    ['export', '.', 'nope', 'y'], ['import', 'missing.capsule', '.'], ['diff', 'a', 'b'],
+    ['export', '.', 'a', 'y', '--session', '..']])
+def test_bad_arguments_give_one_line_and_code_two(
+        argv: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, _, err = run(capsys, *argv)
+    assert code == 2 and err.startswith('error [') and err.count('\n') == 1
+
+
+@pytest.mark.parametrize('argv', [[], ['unknown'], ['show'], ['verify']])
+def test_wrong_usage_is_code_two(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, *argv)[0] == 2
+
+
+def test_the_module_runs_as_a_command(folder: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, '-m', 'flashrt_core.capsule', 'ls', str(folder)],
+        capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and 'first' in done.stdout
