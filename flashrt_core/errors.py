@@ -1,7 +1,7 @@
 """Every error that flashrt raises on purpose.
 
-A message names the thing, its value and the remedy. ``code`` is the stable, machine readable name that
-service replies, diagnostics counters and events carry.
+A message names the thing, its value and the remedy. ``code`` is the stable, machine readable name
+that service replies, diagnostics counters and events carry.
 """
 
 
@@ -264,6 +264,6 @@ class ParameterInvalid(ServiceError):
 
 
 class SubgoalRefused(ServiceError):
-    """A subgoal is a duplicate, out of order, of another episode, too long or not in the vocabulary."""
+    """A subgoal is repeated, late, of another episode, too long or not in the vocabulary."""
 
     code = 'subgoal_refused'

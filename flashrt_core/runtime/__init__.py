@@ -13,9 +13,9 @@ from flashrt_core.runtime.buffers import Kind
 from flashrt_core.runtime.buffers import Role
 from flashrt_core.runtime.graph import Graph
 from flashrt_core.runtime.graph import ShapeKey
+from flashrt_core.runtime.jobs import LaneFuture
+from flashrt_core.runtime.jobs import LaneResult
 from flashrt_core.runtime.lane import Lane
-from flashrt_core.runtime.lane import LaneFuture
-from flashrt_core.runtime.lane import LaneResult
 from flashrt_core.runtime.plan import Plan
 from flashrt_core.runtime.plan import Segment
 

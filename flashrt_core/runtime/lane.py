@@ -3,15 +3,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from collections.abc import Mapping
-from concurrent.futures import Future
-from concurrent.futures import InvalidStateError
-from dataclasses import dataclass
-from dataclasses import field
 import threading
 import time
 from typing import Any
-from typing import Generic
 from typing import TypeVar
 
 import torch
@@ -24,75 +18,16 @@ from flashrt_core.errors import LaneTimeout
 from flashrt_core.errors import TickDropped
 from flashrt_core.runtime.backend import Backend
 from flashrt_core.runtime.backend import Event
+from flashrt_core.runtime.jobs import Call
+from flashrt_core.runtime.jobs import LaneFuture
+from flashrt_core.runtime.jobs import LaneResult
+from flashrt_core.runtime.jobs import reject
+from flashrt_core.runtime.jobs import resolve
+from flashrt_core.runtime.jobs import Run
+from flashrt_core.runtime.jobs import Verb
 from flashrt_core.runtime.plan import Plan
 
 T = TypeVar('T')
-
-
-@dataclass(frozen=True)
-class LaneResult(Generic[T]):
-    """
-    What one run of a plan gave.
-
-    ``segments_us`` is the device time of each segment by label; ``total_us`` spans before, replay
-    and after on the lane thread; ``value`` is what ``after`` returned.
-    """
-
-    plan: str
-    segments_us: Mapping[str, float]
-    total_us: float
-    value: T
-
-
-class LaneFuture(Future[T]):
-    """
-    A future of a lane. Callbacks added before it is done run on the lane thread: keep them short.
-
-    Waiting for it on the lane thread would wait for ever, so that raises LaneError.
-    """
-
-    def __init__(self, lane: Lane) -> None:
-        super().__init__()
-        self._lane = lane
-
-    def result(self, timeout: float | None = None) -> T:
-        """Wait for the result; not on the lane thread."""
-        self._refuse_own_thread()
-        return super().result(timeout)
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait for the error or None; not on the lane thread."""
-        self._refuse_own_thread()
-        return super().exception(timeout)
-
-    def _refuse_own_thread(self) -> None:
-        if not self.done() and self._lane.on_thread:
-            raise LaneError(
-                f'lane {self._lane.name!r} would wait for itself; use add_done_callback there')
-
-
-@dataclass
-class _Call:
-    fn: Callable[[], Any]
-    future: LaneFuture[Any]
-
-
-@dataclass
-class _Run:
-    plan: Plan
-    before: Callable[[], None] | None
-    after: Callable[[], Any] | None
-    timeout_s: float
-    future: LaneFuture[Any]
-
-
-@dataclass
-class _Verb:
-    fn: Callable[[], Any]
-    future: LaneFuture[Any]
-    name: str
-    cuts: bool
-    dropped: list[_Run] = field(default_factory=list)
 
 
 class Lane:
@@ -122,8 +57,8 @@ class Lane:
         self.capture_stream = backend.stream(priority)
         self.pool = backend.pool()
         self._condition = threading.Condition()
-        self._queue: deque[_Call | _Run] = deque()
-        self._verb: _Verb | None = None
+        self._queue: deque[Call | Run] = deque()
+        self._verb: Verb | None = None
         self._verb_running = False
         self._current: LaneFuture[Any] | None = None
         self._state = 'new'
@@ -236,7 +171,7 @@ class Lane:
         future: LaneFuture[T] = LaneFuture(self)
         with self._condition:
             self._refuse_if_not_running()
-            self._queue.append(_Call(fn, future))
+            self._queue.append(Call(fn, future))
             self._condition.notify_all()
         return future
 
@@ -258,7 +193,7 @@ class Lane:
         limit = self.timeout_s if timeout_s is None else timeout_s
         with self._condition:
             self._refuse_if_not_running()
-            self._queue.append(_Run(plan, before, after, limit, future))
+            self._queue.append(Run(plan, before, after, limit, future))
             self._condition.notify_all()
         return future
 
@@ -292,10 +227,10 @@ class Lane:
                 raise LaneBusy(
                     f'lane {self.name!r} is busy: {self._verb.name!r} {doing}, so {name!r} is '
                     'refused; try again when it has answered')
-            verb = _Verb(fn, future, name, cuts)
+            verb = Verb(fn, future, name, cuts)
             if cuts:
-                verb.dropped = [job for job in self._queue if isinstance(job, _Run)]
-                self._queue = deque(job for job in self._queue if isinstance(job, _Call))
+                verb.dropped = [job for job in self._queue if isinstance(job, Run)]
+                self._queue = deque(job for job in self._queue if isinstance(job, Call))
             self._verb = verb
             self._condition.notify_all()
         return future
@@ -317,9 +252,9 @@ class Lane:
                 job = self._next()
                 if job is None:
                     break
-                if isinstance(job, _Verb):
+                if isinstance(job, Verb):
                     self._do_verb(job)
-                elif isinstance(job, _Run):
+                elif isinstance(job, Run):
                     self._do_run(job)
                 elif job.future.set_running_or_notify_cancel():
                     self._settle(job.future, job.fn)
@@ -331,7 +266,7 @@ class Lane:
             if self._fault is None:
                 self._fail('closed', None)
 
-    def _next(self) -> _Call | _Run | _Verb | None:
+    def _next(self) -> Call | Run | Verb | None:
         with self._condition:
             while not (self._verb or self._queue or self._closing):
                 self._condition.wait()
@@ -345,9 +280,9 @@ class Lane:
             self._current = job.future
             return job
 
-    def _do_verb(self, verb: _Verb) -> None:
+    def _do_verb(self, verb: Verb) -> None:
         for job in verb.dropped:
-            self._reject(job.future, TickDropped(
+            reject(job.future, TickDropped(
                 f'plan {job.plan.name!r} was dropped before its first segment by {verb.name!r}'))
         if not verb.future.set_running_or_notify_cancel():
             self._free_verb()
@@ -359,7 +294,7 @@ class Lane:
             self._verb = None
             self._verb_running = False
 
-    def _do_run(self, job: _Run) -> None:
+    def _do_run(self, job: Run) -> None:
         plan, started = job.plan, time.perf_counter()
         segments = plan.segments
         segments_us: dict[str, float] = {}
@@ -370,7 +305,7 @@ class Lane:
                 cut = self._cut_of(job)
                 if cut is not None:
                     self._committed = True
-                    self._reject(job.future, cut(f'{index} of {len(segments)} segments'))
+                    reject(job.future, cut(f'{index} of {len(segments)} segments'))
                     return
                 self._committed = False
                 segments_us[segment.label] = self._do_segment(job, index)
@@ -380,14 +315,14 @@ class Lane:
             # Only the last segment writes STATE: a failure before it leaves the boundary intact.
             if len(segments_us) < len(segments) - 1:
                 self._committed = True
-            self._reject(job.future, self._checked(error))
+            reject(job.future, self._checked(error))
             return
         total_us = (time.perf_counter() - started) * 1e6
         result = LaneResult(plan.name, segments_us, total_us, value)
         if job.future.set_running_or_notify_cancel():
-            self._resolve(job.future, result)
+            resolve(job.future, result)
 
-    def _cut_of(self, job: _Run) -> Callable[[str], LaneError] | None:
+    def _cut_of(self, job: Run) -> Callable[[str], LaneError] | None:
         with self._condition:
             if self._closing:
                 return lambda done: LaneClosed(
@@ -400,7 +335,7 @@ class Lane:
             return lambda done: TickDropped(f'plan {job.plan.name!r} was cancelled after {done}')
         return None
 
-    def _do_segment(self, job: _Run, index: int) -> float:
+    def _do_segment(self, job: Run, index: int) -> float:
         segment = job.plan.segments[index]
         while len(self._events) <= index:
             self._events.append((self.backend.event(), self.backend.event()))
@@ -429,11 +364,11 @@ class Lane:
             final = self._checked(error)
             if first is not None:
                 first()
-            self._reject(future, final)
+            reject(future, final)
             return
         if first is not None:
             first()
-        self._resolve(future, value)
+        resolve(future, value)
 
     def _checked(self, error: BaseException) -> BaseException:
         """Return the error to report; marks the lane lost if the device no longer works."""
@@ -461,18 +396,4 @@ class Lane:
             if self._current is not None and not self.on_thread:
                 futures.append(self._current)
         for future in futures:
-            self._reject(future, fault or LaneClosed(f'lane {self.name!r} was closed'))
-
-    @staticmethod
-    def _resolve(future: LaneFuture[Any], value: Any) -> None:
-        try:
-            future.set_result(value)
-        except InvalidStateError:
-            pass  # cancelled, or failed by close() while it ran
-
-    @staticmethod
-    def _reject(future: LaneFuture[Any], error: BaseException) -> None:
-        try:
-            future.set_exception(error)
-        except InvalidStateError:
-            pass  # cancelled, or failed by close() while it ran
+            reject(future, fault or LaneClosed(f'lane {self.name!r} was closed'))
