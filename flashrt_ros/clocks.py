@@ -60,11 +60,6 @@ class MonotonicClock:
         ]
         self._nanosleep.restype = ctypes.c_int
 
-    @property
-    def absolute(self) -> bool:
-        """Whether sleeps are absolute."""
-        return self._nanosleep is not None
-
     def now_ns(self) -> int:
         """Return CLOCK_MONOTONIC in nanoseconds. Any thread."""
         return time.monotonic_ns()

@@ -23,7 +23,6 @@ from flashrt_ros.clocks import SteadyClock
 from flashrt_ros.statistics import Histogram
 from flashrt_ros.statistics import Ring
 
-NO_PREVIOUS = 2**31 - 1  # steps executed: beyond the end of any chunk, so nothing is blended in
 JITTER_EDGES_MS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
 
 
@@ -37,17 +36,10 @@ class Played(StrEnum):
 
 @dataclass(frozen=True)
 class TickStart:
-    """Where a tick's observation lies on the axis of executed steps; goes into its TickInput.
-
-    ``steps_executed`` is what policies ask for: this observation's step minus that of the newest
-    committed tick, minus the ``delay_steps`` that one was given; :data:`NO_PREVIOUS` when its
-    chunk was dropped.
-    """
+    """Where a tick's observation lies on the axis of executed steps."""
 
     epoch: int
     at_step: int
-    steps_executed: int
-    delay_steps: int  # expected: steps that pass before the chunk comes into play
 
 
 @dataclass(frozen=True)
@@ -89,12 +81,11 @@ class ChunkPlayer:
         self._index = 0
         self._tick_at = -1
         self._executed = 0
-        self._last: TickStart | None = None  # newest committed tick whose chunk is not dropped
         self._last_delay = 0
         self.chunks_dropped = 0
 
     def hold(self) -> None:
-        """Stop handing out actions from the next step on. Takes no lock; see StepThread.fence."""
+        """Stop handing out actions from the next step on. Takes no lock."""
         self._held = True
 
     def release(self) -> None:
@@ -106,37 +97,10 @@ class ChunkPlayer:
         """Whether a hold is set."""
         return self._held
 
-    def begin_tick(self, delay_steps: int | None = None) -> TickStart:
-        """Say where a tick observes; call it when the observation is taken, before the tick runs.
-
-        A tick that is dropped needs no word: the next one counts from the newest committed tick.
-
-        :param delay_steps: expected delay; None takes that of the newest accepted chunk, which is
-            0 from rest.
-        :raises ConfigError: when it is negative.
-        """
+    def begin_tick(self) -> TickStart:
+        """Say where a tick observes; call it when the observation is taken, before it runs."""
         with self._lock:
-            delay = self._last_delay if delay_steps is None else delay_steps
-            if delay < 0:
-                raise ConfigError(f'delay_steps is {delay}; give 0 or more')
-            last = self._last
-            executed = (
-                NO_PREVIOUS
-                if last is None
-                else self._executed - last.at_step - last.delay_steps
-            )
-            return TickStart(self._epoch, self._executed, executed, delay)
-
-    def commit(self, start: TickStart) -> None:
-        """Note that a tick has committed its state although a guard refused its chunk."""
-        with self._lock:
-            self._commit(start)
-
-    def _commit(self, start: TickStart) -> None:
-        if start.epoch == self._epoch and (
-            self._last is None or start.at_step >= self._last.at_step
-        ):
-            self._last = start
+            return TickStart(self._epoch, self._executed)
 
     def swap(self, actions: NDArray[np.float64], start: TickStart) -> Splice:
         """Put a committed tick's chunk in place of the one being played.
@@ -156,14 +120,12 @@ class ChunkPlayer:
                 'joint'
             )
         if not np.isfinite(fresh).all():
-            self.commit(start)
             raise ActionNonFinite(
                 f'chunk of the tick at step {start.at_step} has NaN or infinity; it is not played'
             )
         fresh.flags.writeable = False
         horizon = len(fresh)
         with self._lock:
-            self._commit(start)
             delay = self._executed - start.at_step
             if start.epoch < self._epoch:
                 reason = 'older_epoch'
@@ -181,7 +143,7 @@ class ChunkPlayer:
     def clear(self) -> None:
         """Drop the chunk being played, after a hold or interrupt; the next starts from rest.
 
-        The tick in flight, if any, still commits; its chunk is accepted.
+        The chunk of a tick in flight is accepted still.
         """
         with self._lock:
             self._drop_chunk()
@@ -201,7 +163,7 @@ class ChunkPlayer:
 
     def _drop_chunk(self) -> None:
         self._actions, self._index, self._tick_at = None, 0, -1
-        self._last, self._last_delay = None, 0
+        self._last_delay = 0
 
     def next_action(self, out: NDArray[np.float64]) -> Played:
         """Copy this step's action into ``out`` (float64 [joints]) and advance; step thread only.
@@ -266,7 +228,7 @@ class StepThread:
     """Calls a function once per control period at absolute steady deadlines.
 
     A wake-up later than half a period skips to the next slot, so two steps never begin less than
-    half a period apart. :meth:`start`, :meth:`stop` and :meth:`fence` are for any other thread.
+    half a period apart. :meth:`start` and :meth:`stop` are for any other thread.
     """
 
     _SLICE_NS = 50_000_000  # bounds how long stop waits where the period is long
@@ -308,7 +270,6 @@ class StepThread:
         self._clock: SteadyClock = clock or MonotonicClock()
         self._stopping = False
         self._thread: threading.Thread | None = None
-        self._in_step = threading.Lock()
         self._lateness_ms = Ring(8192)
         self._jitter = Histogram(JITTER_EDGES_MS)
         self._steps = self._missed = self._late = self._errors = 0
@@ -340,21 +301,6 @@ class StepThread:
                 'blocked'
             )
         self._thread = None
-
-    def fence(self, timeout_s: float = 1.0) -> None:
-        """Wait until the step in flight has ended: what it publishes lies before the return.
-
-        After ``player.hold()`` and this, no old action leaves the node.
-
-        :raises LaneTimeout: when the callback does not return in time.
-        """
-        if threading.current_thread() is self._thread:
-            return
-        if not self._in_step.acquire(timeout=timeout_s):
-            raise LaneTimeout(
-                f'a step of {self._name} did not end within {timeout_s} s; its callback is blocked'
-            )
-        self._in_step.release()
 
     @property
     def running(self) -> bool:
@@ -393,12 +339,11 @@ class StepThread:
             self._lateness_ms.record(late_ns / 1e6)
             self._jitter.record(late_ns / 1e6)
             self._late += late_ns > self._late_after_ns
-            with self._in_step:
-                try:
-                    self._callback(slot)
-                except Exception as error:
-                    self._errors += 1
-                    self._on_error(error)
+            try:
+                self._callback(slot)
+            except Exception as error:
+                self._errors += 1
+                self._on_error(error)
             self._steps += 1
             slot += 1
             deadline += period

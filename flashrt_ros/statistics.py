@@ -72,12 +72,6 @@ class Ring:
         """Samples recorded since the start or the last clear."""
         return self._count
 
-    def percentile(self, percent: float) -> float:
-        """Return one percentile (nearest rank) of what is held; 0.0 while empty. Any thread."""
-        with self._scratch_lock:
-            ordered = self._ordered()
-            return float(ordered[_rank(percent, len(ordered))]) if len(ordered) else 0.0
-
     def summary(self) -> Summary:
         """Return count, percentiles, mean, maximum and last of the samples held. Any thread."""
         with self._scratch_lock:
@@ -173,22 +167,3 @@ class Counters:
         """Return a copy of all counts, in the order declared. Any thread."""
         with self._lock:
             return dict(self._values)
-
-
-class StageTimes:
-    """One ring of microseconds per named stage of a tick or step."""
-
-    def __init__(self, stages: Iterable[str], capacity: int = 4096, *, warm_up: int = 0) -> None:
-        """Allocate a ring per stage; parameters as in :class:`Ring`."""
-        self._rings = {stage: Ring(capacity, warm_up=warm_up) for stage in stages}
-
-    def record_us(self, stage: str, microseconds: float) -> None:
-        """Keep one sample of a stage. The stage's writer thread only.
-
-        :raises KeyError: when the stage was not declared.
-        """
-        self._rings[stage].record(microseconds)
-
-    def summary(self) -> Mapping[str, Summary]:
-        """Return a summary per stage, in the order declared. Any thread."""
-        return {stage: ring.summary() for stage, ring in self._rings.items()}

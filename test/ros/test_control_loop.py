@@ -12,7 +12,6 @@ from flashrt_core.errors import ActionNonFinite
 from flashrt_core.errors import ConfigError
 from flashrt_core.errors import LaneTimeout
 from flashrt_ros.control_loop import ChunkPlayer
-from flashrt_ros.control_loop import NO_PREVIOUS
 from flashrt_ros.control_loop import Played
 from flashrt_ros.control_loop import StepThread
 
@@ -124,58 +123,35 @@ def test_a_hold_is_set_while_another_thread_has_the_lock():
         assert not setter.is_alive() and player.held
 
 
-def test_steps_executed_leave_out_the_delay_of_the_tick_before():
+def test_the_delay_of_the_newest_chunk_is_the_one_to_expect():
     player = ChunkPlayer(2)
     player.swap(numbered(0), player.begin_tick())
-    play(player, 4)
-    second = player.begin_tick(delay_steps=2)
-    assert second.steps_executed == 4
-    play(player, 3)  # one more than was expected
-    player.swap(numbered(4), second)
-    third = player.begin_tick()
-    assert third.delay_steps == 3  # as the newest chunk showed
-    assert third.steps_executed == 7 - 4 - 2
-
-
-def test_a_chunk_in_play_sooner_than_said_gives_negative_steps():
-    player = ChunkPlayer(2)
-    player.swap(numbered(0), player.begin_tick(delay_steps=3))
-    play(player, 1)
-    assert player.begin_tick().steps_executed == -2
-
-
-def test_a_dropped_tick_leaves_the_count_of_steps_alone():
-    player = ChunkPlayer(2)
-    player.swap(numbered(0), player.begin_tick())
-    play(player, 2)
-    player.begin_tick()  # dropped by an interrupt: never committed
-    play(player, 2)
-    assert player.begin_tick().steps_executed == 4
-
-
-def test_a_tick_whose_chunk_was_refused_has_committed_all_the_same():
-    player = ChunkPlayer(2)
-    player.swap(numbered(0), player.begin_tick())
-    play(player, 2)
-    player.commit(player.begin_tick(delay_steps=0))
-    play(player, 1)
-    assert player.begin_tick().steps_executed == 1
-    with pytest.raises(ActionNonFinite):
-        player.swap(numbered(0) * np.nan, player.begin_tick(delay_steps=0))
-    assert player.begin_tick().steps_executed == 0
+    assert player.last_delay_steps == 0
+    start = player.begin_tick()
+    play(player, 3)
+    player.swap(numbered(0), start)
+    assert player.last_delay_steps == 3
 
 
 @pytest.mark.parametrize('drop', [lambda p: p.clear(), lambda p: p.new_epoch(1)])
-def test_after_a_dropped_chunk_nothing_old_is_blended_in(drop):
+def test_after_a_dropped_chunk_the_next_one_starts_from_rest(drop):
+    player = ChunkPlayer(2)
+    start = player.begin_tick()
+    player.swap(numbered(0), start)
+    play(player, 3)
+    player.swap(numbered(0), start)
+    drop(player)
+    assert player.last_delay_steps == 0 and play(player, 2) == [None, None]
+    player.swap(numbered(50), player.begin_tick())
+    assert play(player, 1) == [50]
+
+
+def test_a_chunk_that_is_not_finite_leaves_the_old_one_playing():
     player = ChunkPlayer(2)
     player.swap(numbered(0), player.begin_tick())
-    play(player, 3)
-    drop(player)
-    start = player.begin_tick()
-    assert start.steps_executed == NO_PREVIOUS and start.delay_steps == 0
-    player.swap(numbered(0), start)
-    play(player, 1)
-    assert player.begin_tick().steps_executed == 1
+    with pytest.raises(ActionNonFinite):
+        player.swap(numbered(0) * np.nan, player.begin_tick())
+    assert play(player, 1) == [0]
 
 
 def test_a_chunk_is_copied_so_the_caller_may_reuse_its_array():
@@ -335,25 +311,6 @@ def test_it_can_be_started_again_after_a_stop(wait_until):
     thread.start()
     wait_until(lambda: thread.report().steps > before)
     thread.stop()
-
-
-def test_the_fence_waits_for_the_step_in_flight():
-    inside, go_on, after = threading.Event(), threading.Event(), []
-
-    def callback(slot):
-        inside.set()
-        go_on.wait(20.0)
-        after.append(slot)
-        thread.stop()
-
-    thread = StepThread(0.001, callback, on_error=print)
-    thread.start()
-    assert inside.wait(20.0)
-    with pytest.raises(LaneTimeout, match='did not end'):
-        thread.fence(timeout_s=0.01)
-    go_on.set()
-    thread.fence(timeout_s=20.0)
-    assert after == [0]
 
 
 def test_a_blocked_callback_makes_stop_say_so():
