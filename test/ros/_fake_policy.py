@@ -1,7 +1,7 @@
-"""The policy of the executor's tests: real buffers, lane and boundary, arithmetic instead of a model.
+"""The policy of the executor's tests: real buffers, lane and boundary, arithmetic for a model.
 
 Actions say where they come from: every joint's target is ``level(seed)`` plus the tick times
-``TICK_STEP``, so that a command betrays the epoch it was made in. ``Switches`` make it slow or ill.
+``TICK_STEP``, so that a command betrays its epoch. ``Switches`` make it slow or ill.
 """
 
 from collections.abc import Callable
@@ -125,7 +125,7 @@ class FakeSession:
 
     def set_branches(self, rows: Any, seeds: Any, branches: Any = None) -> Future[None]:
         def apply() -> None:
-            for i, row in enumerate(rows):
+            for row in rows:
                 if row:
                     for buffer in self.buffers.state():
                         buffer.row(row).copy_(buffer.row(0))
