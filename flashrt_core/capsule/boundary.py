@@ -132,6 +132,7 @@ class Boundary:
             f'buffer.{at:03d}.{e.name}': f'{e.kind} {e.dtype}{list(e.shape)} @{e.offset}'
             for at, e in enumerate(self.entries)
         })
+        self._capacity = {entry.name: entry.tokens for entry in self.entries if entry.tokens}
         self._by_name = {entry.name: entry for entry in self.entries}
         self._packings: dict[tuple[int, ...], Packing] = {}
 
@@ -185,20 +186,19 @@ class Boundary:
 
     def check_extents(self, extents: Mapping[str, int]) -> dict[str, int]:
         """The extents in list order; raises BoundaryIncomplete unless each KV buffer is named."""
-        wanted = [entry for entry in self.entries if entry.tokens]
-        names = [entry.name for entry in wanted]
-        if set(extents) != set(names):
+        if extents.keys() != self._capacity.keys():
             raise BoundaryIncomplete(
-                f'extents name {sorted(extents)}, the KV buffers are {sorted(names)}: '
+                f'extents name {sorted(extents)}, the KV buffers are {sorted(self._capacity)}: '
                 'give the valid tokens of each'
             )
-        for entry in wanted:
-            if not 0 <= extents[entry.name] <= entry.tokens:
+        found = {}
+        for name, capacity in self._capacity.items():
+            found[name] = tokens = int(extents[name])
+            if not 0 <= tokens <= capacity:
                 raise BoundaryIncomplete(
-                    f'extent of {entry.name!r} is {extents[entry.name]}, '
-                    f'its capacity is 0 to {entry.tokens} tokens'
+                    f'extent of {name!r} is {tokens}, its capacity is 0 to {capacity} tokens'
                 )
-        return {name: int(extents[name]) for name in names}
+        return found
 
     def ranges(self, row: int = 0) -> list[tuple[int, int]]:
         """Contiguous (address, bytes) of one row's valid state: the arena row, then each KV."""
@@ -207,6 +207,8 @@ class Boundary:
 
     def check_rows(self, rows: Iterable[int]) -> tuple[int, ...]:
         """Row numbers as a tuple; raises BoundaryIncomplete outside the session's rows."""
+        if rows == (0,):
+            return (0,)
         chosen = tuple(int(row) for row in rows)
         bad = [row for row in chosen if not 0 <= row < self.rows]
         if bad or not chosen or len(set(chosen)) != len(chosen):

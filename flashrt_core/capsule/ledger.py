@@ -9,34 +9,49 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass
 from dataclasses import replace
 import threading
+from weakref import ReferenceType
 
 from ..errors import CapsuleError
 from ..errors import CapsuleExists
 from ..errors import CapsuleNotFound
 from .arena import Place
+from .boundary import Boundary
 from .disk import Key
 from .format import Header
 from .records import CapsuleInfo
 from .records import check_id
 from .records import StoreEvent
 from .records import Tier
+from .transfers import Copies
 
 GONE_LIMIT = 1024
 EVENT_LIMIT = 1024
+
+
+@dataclass(frozen=True)
+class Thawed:
+    """The prepared copies of a restore, good while boundary, place and rows are the same."""
+
+    boundary: ReferenceType[Boundary]
+    place: Place
+    rows: tuple[int, ...]
+    copies: Copies
 
 
 class Capsule:
     """Immutable state bytes and the store's notes about them.
 
     `header` and the bytes at `place` never change once it is published. `leases` counts the copies
-    that read or write the place now: its pages are given back only at zero.
+    that read or write the place now: its pages are given back only at zero. `fits` and `thawed`
+    remember the last session it was checked for and the copies of its last restore.
     """
 
     __slots__ = (
-        'digest', 'dropped', 'header', 'key', 'last_use', 'leases', 'on_disk', 'pinned', 'place',
-        'saving', 'spill',
+        '_shown', 'dropped', 'fits', 'header', 'key', 'last_use', 'leases', 'on_disk', 'pinned',
+        'place', 'saving', 'spill', 'thawed',
     )
 
     def __init__(self, key: Key, header: Header, place: Place | None, pinned: bool) -> None:
@@ -50,7 +65,9 @@ class Capsule:
         self.dropped = False
         self.spill = False
         self.saving: Future[CapsuleInfo] | None = None
-        self.digest: bytes | None = None
+        self.fits: tuple[ReferenceType[Boundary], bool] | None = None
+        self.thawed: Thawed | None = None
+        self._shown = header.info
 
     @property
     def tier(self) -> Tier:
@@ -62,9 +79,13 @@ class Capsule:
     @property
     def info(self) -> CapsuleInfo:
         """How it is listed now."""
-        return replace(
-            self.header.info, tier=self.tier, pinned=self.pinned, on_disk=self.on_disk
-        )
+        now = (self.tier, self.pinned, self.on_disk)
+        if now != (self._shown.tier, self._shown.pinned, self._shown.on_disk):
+            tier, pinned, on_disk = now
+            self._shown = replace(
+                self.header.info, tier=tier, pinned=pinned, on_disk=on_disk
+            )
+        return self._shown
 
 
 class Ledger:

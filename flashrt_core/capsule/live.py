@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 import time
 from typing import Any
+import weakref
 
 import numpy as np
 import torch
@@ -21,12 +22,14 @@ from .arena import Place
 from .boundary import Boundary
 from .boundary import Piece
 from .ledger import Capsule
+from .ledger import Thawed
 from .records import Tier
 from .tiers import Tiers
+from .transfers import Copies
 from .transfers import match
-from .transfers import swapped
 
 Written = tuple[torch.Tensor, Any]
+_NOTHING = Copies(np.empty((0, 3), np.int64))
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class Live:
         assert place is not None
         try:
             ranges = match(packing.pieces, arena.segments(place), row)
-            self._move(boundary, swapped(ranges), arena.tier)
+            self._move(boundary, Copies(ranges, reverse=True), arena.tier)
         except BaseException:
             self._tiers.give(place)
             raise
@@ -66,7 +69,7 @@ class Live:
         self,
         boundary: Boundary,
         capsule: Capsule,
-        rows: Sequence[int],
+        rows: tuple[int, ...],
         written: Sequence[Written],
         proof: str,
         finish: Callable[[], None],
@@ -77,19 +80,19 @@ class Live:
         :param finish: the session's own part; its failure counts as the submission's.
         :raises SessionPoisoned: from the submission on, for any reason.
         """
-        tables = self._tables(boundary, capsule, rows)
-        ranges = tables[0] if len(tables) == 1 else np.concatenate(tables)
+        copies = self._copies(boundary, capsule, rows)
         assert capsule.place is not None
         tier = capsule.place.tier
         started = time.perf_counter()
         try:
             if 0 in rows:
                 boundary.note_kv_rewrite(0)
-            self._move(boundary, ranges, tier)
+            self._move(boundary, copies, tier)
             if proof == 'digest':
-                self._prove(boundary, capsule, tables)
-            write(written)
+                self._prove(boundary, capsule, copies)
             copy_us = (time.perf_counter() - started) * 1e6
+            self._promote(boundary, capsule, rows[0])
+            write(written)
             finish()
         except BaseException as error:
             raise self.poison(boundary, f'restore of {capsule.key[1]!r}', error) from error
@@ -104,10 +107,10 @@ class Live:
             'restore any of its capsules to go on'
         )
 
-    def promote(self, boundary: Boundary, capsule: Capsule, row: int) -> None:
+    def _promote(self, boundary: Boundary, capsule: Capsule, row: int) -> None:
         """Keep a just restored capsule in free gpu pages too, so that the next visit is faster.
 
-        The bytes come from live memory, which equals the capsule now; a failure changes nothing.
+        The bytes come from live memory, which equals the capsule until overrides are written.
         """
         if capsule.place is None or capsule.place.tier == 'gpu' or capsule.leases > 1:
             return
@@ -118,7 +121,7 @@ class Live:
             return
         try:
             ranges = match(self._pieces(boundary, capsule), gpu.segments(place), row)
-            self._move(boundary, swapped(ranges), 'gpu')
+            self._move(boundary, Copies(ranges, reverse=True), 'gpu')
         except FlashrtError as error:
             self._tiers.give(place)
             self._tiers.ledger.event('promotion_failed', capsule.key[1], str(error))
@@ -128,33 +131,40 @@ class Live:
 
     def wait(self, boundary: Boundary) -> None:
         """Wait for copies submitted by torch on the boundary's stream."""
-        self._move(boundary, np.empty((0, 3), np.int64), 'gpu')
+        self._move(boundary, _NOTHING, 'gpu')
 
-    def _prove(self, boundary: Boundary, capsule: Capsule, tables: Sequence[np.ndarray]) -> None:
-        stream = _stream(boundary)
-        for table in tables:
-            stored = self._tiers.mover.digest(table, 0, stream)
-            if self._tiers.mover.digest(table, 1, stream) != stored:
-                raise CapsuleCorrupt(f'live memory does not hash to capsule {capsule.key[1]!r}')
+    def _prove(self, boundary: Boundary, capsule: Capsule, copies: Copies) -> None:
+        mover, stream = self._tiers.mover, _stream(boundary)
+        if mover.digest(copies, 0, stream) != mover.digest(copies, 1, stream):
+            raise CapsuleCorrupt(f'live memory does not hash to capsule {capsule.key[1]!r}')
 
-    def _tables(
-        self, boundary: Boundary, capsule: Capsule, rows: Sequence[int]
-    ) -> list[np.ndarray]:
-        assert capsule.place is not None
-        segments = self._tiers.arenas[capsule.place.tier].segments(capsule.place)
+    def _copies(self, boundary: Boundary, capsule: Capsule, rows: tuple[int, ...]) -> Copies:
+        """The copies of a restore, prepared or remembered from the last one."""
+        place, known = capsule.place, capsule.thawed
+        assert place is not None
+        if (
+            known is not None
+            and known.place is place
+            and known.rows == rows
+            and known.boundary() is boundary
+        ):
+            return known.copies
+        segments = self._tiers.arenas[place.tier].segments(place)
         pieces = self._pieces(boundary, capsule)
-        return [match(pieces, segments, row) for row in rows]
+        copies = Copies(np.concatenate([match(pieces, segments, row) for row in rows]))
+        capsule.thawed = Thawed(weakref.ref(boundary), place, rows, copies)
+        return copies
 
     def _pieces(self, boundary: Boundary, capsule: Capsule) -> Sequence[Piece]:
         return boundary.packing(boundary.check_extents(capsule.header.info.extents)).pieces
 
-    def _move(self, boundary: Boundary, ranges: np.ndarray, tier: str) -> None:
+    def _move(self, boundary: Boundary, copies: Copies, tier: str) -> None:
         """One submission on the lane's stream, waited for."""
         if boundary.lane is None:
             self._backend.synchronize()
         mover = self._tiers.mover
-        copy = mover.device if tier == 'gpu' else mover.host
-        copy(ranges, _stream(boundary))
+        move = mover.device if tier == 'gpu' else mover.host
+        move(copies, _stream(boundary))
 
 
 def check_overrides(

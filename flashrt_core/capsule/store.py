@@ -12,6 +12,7 @@ from pathlib import Path
 import time
 from typing import Any
 from typing import Literal
+import weakref
 
 from ..errors import BoundaryIncomplete
 from ..errors import CapsuleCorrupt
@@ -211,8 +212,6 @@ class CapsuleStore:
                             f'capsule {id!r}: its recorded continuation gave other bytes; the '
                             'state is restored, but the boundary does not hold all it depends on'
                         )
-                if not written:
-                    self._live.promote(boundary, capsule, chosen[0])
             info = capsule.info
             self._ledger.touch(capsule)
             return RestoreReport(
@@ -230,6 +229,9 @@ class CapsuleStore:
         """Whether numerics agree; raises IdentityMismatch where the capsule must not be used."""
         if numerics not in ('same', 'any'):
             raise ConfigError(f"numerics is {numerics!r}: use 'same' or 'any'")
+        if capsule.fits is not None and capsule.fits[0]() is boundary:
+            if capsule.fits[1] or numerics == 'any':
+                return capsule.fits[1]
         info = capsule.header.info
         mine, theirs = boundary.identity, info.identity
         if mine is not theirs and mine != theirs:
@@ -254,7 +256,9 @@ class CapsuleStore:
                 f'capsule {info.id!r} says it has this layout, but its tensors differ from the '
                 "session's buffers: it was made by hand or damaged; drop it"
             )
-        return mine is theirs or mine.numerics_digest == theirs.numerics_digest
+        same = mine.numerics_digest == theirs.numerics_digest
+        capsule.fits = (weakref.ref(boundary), same)
+        return same
 
     def _adopt(
         self, boundary: Boundary, capsule: Capsule, rows: tuple[int, ...], exact: bool

@@ -23,6 +23,7 @@ from .ledger import Ledger
 from .records import CapsuleInfo
 from .records import Tier
 from .records import TierUsage
+from .transfers import Copies
 from .transfers import Mover
 from .transfers import stretches
 
@@ -211,12 +212,12 @@ class Tiers:
         """Copy a leased capsule's bytes to another place; gives it back if the copy fails."""
         assert capsule.place is not None
         try:
-            ranges = stretches(
+            copies = Copies(stretches(
                 self.arenas[capsule.place.tier].segments(capsule.place),
                 self.arenas[to.tier].segments(to),
                 capsule.header.data_bytes,
-            )
-            self.mover.host(ranges)
+            ))
+            self.mover.host(copies)
         except BaseException:
             self.give(to)
             raise

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence
 import ctypes
+import functools
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -16,9 +18,11 @@ from ..kernels.copy import CopyTable
 from ..kernels.copy import PIECE
 from ..kernels.digest import DigestTable
 from ..runtime import Backend
+from ..runtime import Event
 from .boundary import Piece
 
 TIMEOUT_S = 30.0
+SPIN_S = 1e-3
 CAPACITY = 2048
 Segment = tuple[int, int, int]
 """(packed position, address, bytes)."""
@@ -61,11 +65,6 @@ def stretches(
     return np.array(found, np.int64).reshape(-1, 3)
 
 
-def swapped(ranges: np.ndarray) -> np.ndarray:
-    """The same copies in the other direction."""
-    return ranges[:, [1, 0, 2]]
-
-
 def coalesce(ranges: np.ndarray) -> list[tuple[int, int, int]]:
     """Join copies that go on where the one before ended, on both sides; empty ones go."""
     found: list[tuple[int, int, int]] = []
@@ -80,62 +79,68 @@ def coalesce(ranges: np.ndarray) -> list[tuple[int, int, int]]:
     return found
 
 
+class Copies:
+    """A list of copies prepared for both ways of moving; made once, used again by each restore."""
+
+    def __init__(self, ranges: np.ndarray, reverse: bool = False) -> None:
+        self.ranges = ranges[:, [1, 0, 2]] if reverse else ranges
+        self.nbytes = int(ranges[:, 2].sum())
+        self.parts = _parts(self.ranges, self.nbytes)
+
+    @functools.cached_property
+    def joined(self) -> list[tuple[int, int, int]]:
+        """The copies for DMA: neighbours joined, empty ones left out."""
+        return coalesce(self.ranges)
+
+
 class Mover:
     """The ways bytes move: the table kernel on the device, DMA between it and the host.
 
     Made once per store; allocates nothing afterwards. Calls return when the copy is done and may
-    come from any thread; one submission is in flight at a time.
+    come from any thread. One device and one host submission may be in flight: a long DMA of one
+    session does not hold up the reset of another.
     """
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._cuda = backend.name == 'cuda'
-        self._lock = threading.Lock()
+        self._device_lock, self._host_lock = threading.Lock(), threading.Lock()
         self._stream = backend.stream(0)
-        self._event = backend.event()
+        self._device_event, self._host_event = backend.event(), backend.event()
         self._batch = True
         self._table = CopyTable(backend, CAPACITY)
         self._digests = DigestTable(backend, CAPACITY)
 
-    def device(self, ranges: np.ndarray, stream: Any = None) -> None:
+    def device(self, copies: Copies, stream: Any = None) -> None:
         """Copy within device memory and wait: one submission per 2,048 pieces of 2 MiB.
 
         :param stream: the lane's where live memory is touched, None for the store's own.
         """
-        with self._lock:
-            for part in _parts(ranges):
+        with self._device_lock:
+            for part in copies.parts:
                 self._table.fill(part)
                 self._table.submit(stream or self._stream)
-                self._wait(stream or self._stream, part)
+            _wait(self._device_event, stream or self._stream, copies.nbytes)
 
-    def host(self, ranges: np.ndarray, stream: Any = None) -> None:
+    def host(self, copies: Copies, stream: Any = None) -> None:
         """Copy between device and pinned host memory in one batch and wait."""
-        joined = coalesce(ranges)
         if not self._cuda:
-            for source, target, size in joined:
+            for source, target, size in copies.joined:
                 ctypes.memmove(target, source, size)
             return
-        with self._lock:
-            self._submit_host(joined, (stream or self._stream).cuda_stream)
-            self._wait(stream or self._stream, ranges)
+        with self._host_lock:
+            self._submit_host(copies.joined, (stream or self._stream).cuda_stream)
+            _wait(self._host_event, stream or self._stream, copies.nbytes)
 
-    def digest(self, ranges: np.ndarray, side: int, stream: Any = None) -> tuple[int, ...]:
+    def digest(self, copies: Copies, side: int, stream: Any = None) -> tuple[int, ...]:
         """Digests of one side of copies (0 source, 1 target): equal lists of equal cuts agree."""
         found = []
-        with self._lock:
-            for part in _parts(ranges):
+        with self._device_lock:
+            for part in copies.parts:
                 self._digests.fill(part[:, [side, 2]])
                 self._digests.submit(stream or self._stream)
                 found.append(self._digests.result())
         return tuple(found)
-
-    def _wait(self, stream: Any, ranges: np.ndarray) -> None:
-        self._event.record(stream)
-        if not self._event.wait(TIMEOUT_S):
-            raise CapsuleError(
-                f'a capsule copy of {int(ranges[:, 2].sum())} bytes did not finish within '
-                f'{TIMEOUT_S} s: the device is stuck, restart the process'
-            )
 
     def _submit_host(self, ranges: list[tuple[int, int, int]], stream: int) -> None:
         from cuda.bindings import runtime
@@ -162,9 +167,24 @@ class Mover:
                     raise CapsuleError(f'the driver refused a copy of {size} bytes: {status}')
 
 
-def _parts(ranges: np.ndarray) -> Iterable[np.ndarray]:
+def _wait(event: Event, stream: Any, nbytes: int) -> None:
+    """Wait for all work of a stream; the first millisecond without a pause."""
+    event.record(stream)
+    spin_until = time.perf_counter() + SPIN_S
+    while not event.query():
+        if time.perf_counter() > spin_until:
+            break
+        time.sleep(0.0)
+    if not event.wait(TIMEOUT_S):
+        raise CapsuleError(
+            f'a capsule copy of {nbytes} bytes did not finish within {TIMEOUT_S} s: the device '
+            'is stuck, restart the process'
+        )
+
+
+def _parts(ranges: np.ndarray, nbytes: int) -> list[np.ndarray]:
     """Cut a list of copies so that each part fits the table; nearly always one part."""
-    if int((-(-ranges[:, 2] // PIECE)).sum()) <= CAPACITY:
+    if nbytes // PIECE + len(ranges) <= CAPACITY:
         return [ranges]
     step = CAPACITY // 4 * PIECE
     cut = np.array([

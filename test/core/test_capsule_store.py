@@ -135,7 +135,7 @@ def test_a_failure_before_submission_leaves_the_session_untouched(
     def broken(*args: object, **kwargs: object) -> None:
         raise CapsuleCorrupt('staging failed')
 
-    monkeypatch.setattr(store._live, '_tables', broken)
+    monkeypatch.setattr(store._live, '_copies', broken)
     with pytest.raises(CapsuleCorrupt):
         store.restore(session.boundary, 'C0')
     assert session.image() == before
@@ -508,7 +508,7 @@ def test_digest_proof_passes_and_notices_a_lost_copy(
     store.restore(session.boundary, 'gpu', proof='digest')
     store.restore(session.boundary, 'host', proof='digest')
     session.fill(2)
-    monkeypatch.setattr(store._tiers.mover, 'device', lambda ranges, stream=None: None)
+    monkeypatch.setattr(store._tiers.mover, 'device', lambda copies, stream=None: None)
     with pytest.raises(SessionPoisoned, match='does not hash'):
         store.restore(session.boundary, 'gpu', proof='digest')
     with pytest.raises(ConfigError, match='proof'):
