@@ -1,0 +1,1 @@
+"""Benches over real ROS: ``python -m flashrt_core.bench tick`` and ``... reset`` run these."""
