@@ -19,6 +19,7 @@ from trajectory_msgs.msg import JointTrajectory
 from flashrt_core.errors import FlashrtError
 from flashrt_core.policies.protocol import Chunk
 from flashrt_ros import qos
+from flashrt_ros.conversions import digest
 from flashrt_ros.conversions import fill_stamp
 from flashrt_ros.conversions import float_field
 from flashrt_ros.conversions import TrajectoryEncoder
@@ -138,7 +139,7 @@ class ExecutorOutputs:
             epoch=self.progress.epoch, episode=self.progress.episode, tick=chunk.tick,
             steps_executed=given.steps_executed, delay_steps=given.delay_steps,
             subgoal_sequence=prepared.subgoal_requested, seed=prepared.seed,
-            graph_keys=graph_keys(chunk))
+            graph_keys=graph_keys(chunk), actions_digest=digest(chunk.actions[0]))
         for verdict in prepared.verdicts:
             stamp = ObservationStamp(
                 stream=verdict.stream, age_s=verdict.age_s, verdict=verdict.verdict,
