@@ -18,6 +18,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from flashrt_core.errors import ActionJump
 from flashrt_core.errors import FlashrtError
 from flashrt_core.errors import LaneBusy
 from flashrt_core.policies.protocol import Chunk
@@ -103,6 +104,8 @@ class Control:
         self.wake: Callable[[], None] = lambda: None
         self.on_step: Callable[[], None] = lambda: None
         self._counters = counters
+        self._path = StepLimiter(embodiment, Counters())
+        self._speed = 1.0
         self._step_limit: tuple[int | None, str] = (None, '')
         self.ticks_played = 0
         self._target = np.zeros(joints)
@@ -154,23 +157,48 @@ class Control:
         if position is not None:
             self.outputs.command(position)
 
-    def publish_chunk(self, actions: Vector, first_step: int) -> None:
-        """Send a chunk to a controller that plays it itself, unless a hold came first."""
+    def begin_from_measured(self, first: Vector, speed: float) -> None:
+        """Let commands start from where the robot is; only while held.
+
+        :raises ActionJump: the pose is not known, or ``first`` lies beyond the pose gap.
+        """
+        measured = self.measured()
+        if measured is None:
+            raise ActionJump('the measured pose is not known; check joint_states')
+        self.guard.check_pose_gap(first, measured)
         with self.publish_lock:
-            if not self.player.held:
-                self.outputs.trajectory(actions, first_step, self.limiter.command)
-                self.still = False
+            self._speed = speed
+            self.limiter.rebase(measured, speed=speed)
+
+    def publish_chunk(self, actions: Vector, first_step: int) -> None:
+        """Send a chunk to a controller that plays it itself, unless a hold came first.
+
+        The rows are limited as the steps will be, because the controller does not pass by here.
+        """
+        with self.publish_lock:
+            if self.player.held:
+                return
+            commanded = self.limiter.command
+            self._path.rebase(commanded, speed=self._speed if self.limiter.blending else 1.0)
+            limited = actions.copy()
+            for row in limited[first_step:]:
+                self._path.limit(row, row)
+            self.outputs.trajectory(limited, first_step, commanded)
+            self.still = False
 
     # -- holds ----------------------------------------------------------------------------------
 
-    def hold(self, cause: str, *, latch: bool = False, message: str = '') -> None:
+    def hold(
+        self, cause: str, *, latch: bool = False, message: str = '', force: bool = False
+    ) -> None:
         """Stop commanding at once and drop the running tick at its segment's end.
 
-        Waits for a command that is being published, never for the device.
+        Waits for a command that is being published, never for the device. With ``force`` the hold
+        is commanded even when the robot stands still already.
         """
         transition = self.holds.hold(cause, latch=latch)
         with self.publish_lock:
-            self.publish_hold()
+            self.publish_hold(force)
         with self.submit_lock:
             if not self.changing:
                 self.generation += 1

@@ -126,9 +126,7 @@ class Engine:
 
     def stop(self, timeout_s: float) -> None:
         """Hold, publish the hold whatever was said before, end the tick thread."""
-        self.control.hold(Cause.DEACTIVATE)
-        with self.control.publish_lock:
-            self.control.publish_hold(force=True)
+        self.control.hold(Cause.DEACTIVATE, force=True)
         self._active = False
         self.wake()
         thread, self._thread = self._thread, None
@@ -363,7 +361,8 @@ class Engine:
                 self.book.robot_actions(chunk, prepared), first_step=first,
                 commanded=control.limiter.command if running and not control.still else None)
             if not running:
-                self._begin_from_measured(guarded.actions[first])
+                control.begin_from_measured(
+                    guarded.actions[first], self._parameters['resync_speed_ratio'])
         except ActionError as error:
             self._action_failed(error, resync=not running)
             raise
@@ -383,15 +382,6 @@ class Engine:
         control.emit(transition)
         control.outputs.status()
         return True
-
-    def _begin_from_measured(self, first: Any) -> None:
-        measured = self.observations.measured()
-        if measured is None:
-            raise ActionJump('the measured pose is not known; check joint_states')
-        self.control.guard.check_pose_gap(first, measured)
-        with self.control.publish_lock:
-            self.control.limiter.rebase(
-                measured, speed=self._parameters['resync_speed_ratio'])
 
     def _mark(self, generation: int) -> None:
         # After a verb the boundary is no longer the one this tick has committed.

@@ -162,3 +162,30 @@ def test_deactivate_publishes_a_hold_and_cleanup_allows_another_configure(tmp_pa
         assert r.executor.transition(T.TRANSITION_ACTIVATE)
         assert r.reset().epoch == epoch + 1, 'epochs never go back'
         r.until_phase('ticking')
+
+
+def test_chunk_mode_sends_whole_trajectories_that_start_from_the_measured_pose(
+        tmp_path: Path) -> None:
+    from trajectory_msgs.msg import JointTrajectory
+
+    from flashrt_ros import qos
+    with rig(tmp_path, output_mode='chunk', resync_speed_ratio=0.1) as r:
+        received: list[JointTrajectory] = []
+        r.probe.create_subscription(
+            JointTrajectory, 'joint_trajectory', received.append, qos.command())
+        r.arm.obey = False
+        start = np.array([0.2, 0.1, -0.1, 0.1])
+        r.arm.position = start
+        wait_until(lambda: r.executor.engine.observations.measured() is not None and np.allclose(
+            r.executor.engine.observations.measured(), start), 'the pose')
+        r.run()
+        wait_until(lambda: received, 'a trajectory')
+        first = received[0]
+        assert len(first.points) == 16 and list(first.joint_names) == ['q1', 'q2', 'q3', 'gripper']
+        path = np.array([start, *(p.positions for p in first.points)])
+        assert np.abs(np.diff(path, axis=0)).max() <= 4.0 / 50.0 * 0.1 + 1e-9
+        times = [p.time_from_start.sec + p.time_from_start.nanosec / 1e9 for p in first.points]
+        assert np.allclose(np.diff(times), 0.02) and times[0] == 0.02
+        assert list(first.points[-1].velocities) == [0.0] * 4
+        r.call('hold', cause='test', latch=True)
+        wait_until(lambda: len(received[-1].points) == 1, 'the hold, a single point')

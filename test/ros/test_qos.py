@@ -96,5 +96,5 @@ def test_the_shared_memory_profile_is_used_unless_the_user_has_one(
 
 
 def test_a_missing_config_file_is_named() -> None:
-    with pytest.raises(ConfigError, match='no-such.yaml'):
+    with pytest.raises(ConfigError, match='no-such'):
         qos.config_path('no-such.yaml')

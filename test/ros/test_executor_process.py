@@ -1,0 +1,209 @@
+"""The executor as a process of its own: signals, transitions, failures, two robots."""
+
+from collections.abc import Iterator
+import os
+from pathlib import Path
+import signal
+from typing import Any
+
+from lifecycle_msgs.msg import Transition
+from lifecycle_msgs.srv import ChangeState
+from lifecycle_msgs.srv import GetState
+import pytest
+from rclpy.executors import ExternalShutdownException
+from rclpy.executors import SingleThreadedExecutor
+from rclpy.node import Node
+from trajectory_msgs.msg import JointTrajectory
+
+from flashrt_ros import qos
+from flashrt_ros.msg import ActionChunk
+from flashrt_ros.msg import ExecutorStatus
+from flashrt_ros.processes import Process
+from flashrt_ros.processes import ProcessGroup
+from flashrt_ros.srv import Hold
+from flashrt_ros.srv import Reset
+
+pytestmark = [pytest.mark.ros, pytest.mark.slow]
+ROBOT = {'embodiment': 'embodiments/tabletop_untrained.yaml', 'output_mode': 'stream',
+         'capsule_gpu_bytes': 1 << 26, 'capsule_host_bytes': 1 << 26}
+
+
+class Watcher:
+    """A node of the test on the group's domain, spun by a thread."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        import threading
+        self.group = group
+        self.context = group.context()
+        self.node = Node('watcher', context=self.context)
+        self._executor = SingleThreadedExecutor(context=self.context)
+        self._executor.add_node(self.node)
+        self._thread = threading.Thread(target=self._spin, daemon=True)
+        self._thread.start()
+
+    def _spin(self) -> None:
+        try:
+            self._executor.spin()
+        except ExternalShutdownException:
+            pass
+
+    def listen(self, message_type: Any, topic: str, profile: Any) -> list[Any]:
+        received: list[Any] = []
+        self.node.create_subscription(message_type, topic, received.append, profile)
+        return received
+
+    def call(self, srv_type: Any, name: str, **fields: Any) -> Any:
+        client = self.node.create_client(srv_type, name)
+        self.group.wait_for(client.service_is_ready, 30, f'service {name}')
+        future = client.call_async(srv_type.Request(**fields))
+        self.group.wait_for(future.done, 30, f'the reply of {name}')
+        return future.result()
+
+    def active(self, prefix: str = '') -> None:
+        status = self.listen(ExecutorStatus, f'{prefix}/executor/status', qos.status())
+        self.group.wait_for(lambda: status and status[-1].state == 'active', 60,
+                            'the executor to be active')
+
+    def close(self) -> None:
+        self._executor.shutdown(timeout_sec=0)
+        self._thread.join(10)
+        self.node.destroy_node()
+        self.context.try_shutdown()
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[ProcessGroup]:
+    with ProcessGroup(log_dir=tmp_path / 'log', env={'OMP_NUM_THREADS': '1'}) as made:
+        yield made
+
+
+@pytest.fixture
+def watcher(group: ProcessGroup) -> Iterator[Watcher]:
+    made = Watcher(group)
+    yield made
+    made.close()
+
+
+def ended(process: Process, number: int) -> int | None:
+    process.interrupt(number)
+    return process.wait(20)
+
+
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_with_0_after_an_acknowledged_hold(
+        group: ProcessGroup, watcher: Watcher, number: int) -> None:
+    group.start('tabletop')
+    process = group.start('executor', params={**ROBOT, 'output_mode': 'chunk'})
+    commands = watcher.listen(JointTrajectory, '/joint_trajectory', qos.command())
+    watcher.active()
+    assert watcher.call(Reset, '/executor/reset').success
+    group.wait_for(lambda: len(commands) > 3, 30, 'the robot to move')
+    assert ended(process, number) == 0
+    group.wait_for(lambda: len(commands[-1].points) == 1, 10, 'the hold, a single point')
+    assert len(commands[-2].points) > 1, 'a chunk came before it'
+    log = process.log()
+    assert f'ending: {signal.Signals(number).name}' in log
+    assert 'not acknowledged' not in log and 'Traceback' not in log
+
+
+def test_an_invalid_transition_answers_false_and_the_node_lives(
+        group: ProcessGroup, watcher: Watcher) -> None:
+    process = group.start('executor', params={**ROBOT, 'autostart': False})
+
+    def change(number: int) -> bool:
+        return bool(watcher.call(ChangeState, '/executor/change_state',
+                                 transition=Transition(id=number)).success)
+
+    assert change(Transition.TRANSITION_ACTIVATE) is False
+    state = watcher.call(GetState, '/executor/get_state').current_state.label
+    assert state == 'unconfigured' and process.running
+    assert change(Transition.TRANSITION_CONFIGURE) is True
+    assert change(Transition.TRANSITION_CONFIGURE) is False
+    assert process.running
+    assert ended(process, signal.SIGTERM) == 0
+
+
+def test_an_exception_in_configure_shows_its_traceback_and_the_node_lives(
+        group: ProcessGroup, watcher: Watcher) -> None:
+    process = group.start('executor', params={**ROBOT, 'policy_config': 'no-such-config'})
+    group.wait_for(lambda: 'Traceback' in process.log(), 40, 'the traceback')
+    assert 'no-such-config' in process.log() and 'config_invalid' in process.log()
+    reply = watcher.call(Reset, '/executor/reset')
+    assert (reply.success, reply.code) == (False, 'wrong_state')
+    assert ended(process, signal.SIGINT) == 0
+
+
+@pytest.mark.parametrize('parameters, words', [
+    ({'tick_period_steps': 0}, 'tick_period_steps is 0; give a value in 1 .. 1000'),
+    ({'max_image_age_s': 1}, 'write 1.0'),
+    ({'output_mode': 'drip'}, "output_mode is 'drip'; give one of chunk, stream"),
+])
+def test_a_bad_parameter_at_start_is_named_and_exits_with_2(
+        group: ProcessGroup, parameters: dict[str, Any], words: str) -> None:
+    process = group.start('executor', params={**ROBOT, **parameters})
+    process.expected_end = True
+    assert process.wait(40) == 2
+    assert words in process.log() and 'Traceback' not in process.log()
+
+
+def test_a_lost_device_exits_with_the_documented_status(
+        group: ProcessGroup, watcher: Watcher, tmp_path: Path) -> None:
+    import sys
+    script = Path(__file__).with_name('_executor_process.py')
+    embodiment = tmp_path / 'rig.yaml'
+    from _executor_rig import EMBODIMENT
+    embodiment.write_text(EMBODIMENT)
+    process = group.start_command(
+        [sys.executable, str(script), '--ros-args', '-p', f'embodiment:={embodiment}',
+         '-p', 'policy:=fake', '-p', 'require_reset:=false', '-p', 'output_mode:=stream'],
+        name='executor')
+    process.expected_end = True
+    from _executor_rig import Arm
+    arm = Arm(watcher.node)
+    assert process.wait(60) == 75, process.tail()
+    arm.close()
+    assert 'device_lost' in process.log() and 'respawned' in process.log()
+
+
+def test_two_namespaces_do_not_cross_talk(group: ProcessGroup, watcher: Watcher) -> None:
+    for name in ('left', 'right'):
+        group.start('tabletop', name=f'tabletop_{name}', namespace=name)
+        group.start('executor', name=f'executor_{name}', namespace=name, params=ROBOT)
+    chunks = {name: watcher.listen(ActionChunk, f'/{name}/executor/chunk', qos.record())
+              for name in ('left', 'right')}
+    root = watcher.listen(JointTrajectory, '/joint_trajectory', qos.command())
+    for name in ('left', 'right'):
+        watcher.active(f'/{name}')
+    assert watcher.call(Reset, '/left/executor/reset').success
+    group.wait_for(lambda: len(chunks['left']) > 5, 40, 'the left robot to move')
+    assert not chunks['right'] and not root
+    assert watcher.call(Reset, '/right/executor/reset').success
+    assert watcher.call(Hold, '/left/executor/hold', cause='test', latch=True).success
+    held = len(chunks['left'])
+    group.wait_for(lambda: len(chunks['right']) > 5, 40, 'the right robot to move')
+    assert len(chunks['left']) <= held + 1
+    names = {name for name, _ in watcher.node.get_topic_names_and_types()}
+    assert {'/left/joint_states', '/right/joint_states'} <= names
+    assert '/joint_states' not in names and '/executor/status' not in names
+
+
+def test_the_yaml_of_the_package_reaches_a_node_in_a_namespace(
+        group: ProcessGroup, watcher: Watcher, tmp_path: Path) -> None:
+    from rcl_interfaces.srv import GetParameters
+    path = tmp_path / 'executor.yaml'
+    text = qos.config_path('executor.yaml').read_text()
+    assert '/**/executor:' in text
+    path.write_text(text.replace('tick_period_steps: 8', 'tick_period_steps: 11'))
+    group.start('executor', namespace='arm1', params_files=[path], params={'autostart': False})
+    reply = watcher.call(GetParameters, '/arm1/executor/get_parameters',
+                         names=['tick_period_steps'])
+    assert reply.values[0].integer_value == 11
+
+
+def test_the_capsule_command_runs_without_ros(group: ProcessGroup) -> None:
+    import subprocess
+    import sys
+    found = subprocess.run(
+        [sys.executable, '-m', 'flashrt_ros.capsule_cli', '--help'],
+        env={**os.environ, **group.env}, capture_output=True, text=True, timeout=60)
+    assert found.returncode == 0 and 'diff' in found.stdout
