@@ -45,11 +45,12 @@ def wheel_environment(environ: Mapping[str, str] | None = None) -> dict[str, str
     spec = importlib.util.find_spec('rclpy')
     if spec is None or spec.origin is None:
         return env
-    site = Path(spec.origin).resolve().parent.parent
+    site = Path(spec.origin).absolute().parent.parent
     libs = sorted(str(p) for p in site.glob('ros_*.libs'))
     if not libs:
         return env
-    prefix = site if (site / 'share').is_dir() else Path(sys.prefix)
+    prefixes = [site, *site.parents[2:3], Path(sys.prefix)]
+    prefix = next((p for p in prefixes if (p / 'lib' / 'librcl.so').exists()), Path(sys.prefix))
     wanted = [*libs, str(prefix / 'lib')]
     held = [p for p in env.get('LD_LIBRARY_PATH', '').split(os.pathsep) if p]
     env['LD_LIBRARY_PATH'] = os.pathsep.join([*held, *(p for p in wanted if p not in held)])
@@ -69,7 +70,7 @@ def require_ros() -> None:
 
         return
     except ImportError as err:
-        cause = str(err)
+        cause = str(err).splitlines()[0]
     env = wheel_environment()
     guard = 'FLASHRT_ROS_REEXEC'
     if env.get('LD_LIBRARY_PATH') != os.environ.get('LD_LIBRARY_PATH') and guard not in os.environ:

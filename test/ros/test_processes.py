@@ -1,5 +1,6 @@
 """The process starter: logs, deaths, time-outs, signals, orphans, domains."""
 
+import json
 import os
 from pathlib import Path
 import signal
@@ -190,3 +191,23 @@ def test_a_context_of_the_parent_lies_on_the_domain_of_the_children(tmp_path):
         finally:
             context.shutdown()
     assert dict(os.environ) == before
+
+
+def test_wheels_in_a_plain_folder_are_found_without_a_venv(tmp_path):
+    for folder in ('rclpy', 'ros_rcl.libs', 'lib'):
+        (tmp_path / folder).mkdir()
+    (tmp_path / 'rclpy/__init__.py').touch()
+    (tmp_path / 'lib/librcl.so').touch()
+    code = (
+        'import json; from flashrt_ros.ros_environment import wheel_environment as w; '
+        'print(json.dumps(w({})))'
+    )
+    env = {
+        'PYTHONPATH': f'{tmp_path}{os.pathsep}{SOURCE_ROOT}',
+        '_ROS_WHEELS_BOOTSTRAP_COMPLETE': '1',
+    }
+    done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, env=env)
+    found = json.loads(done.stdout)
+    assert found['LD_LIBRARY_PATH'].split(os.pathsep) == [
+        str(tmp_path / 'ros_rcl.libs'), str(tmp_path / 'lib')]  # fmt: skip
+    assert found['AMENT_PREFIX_PATH'] == str(tmp_path)
