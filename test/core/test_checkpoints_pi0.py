@@ -22,6 +22,7 @@ from flashrt_core.checkpoints import pi0_targets
 from flashrt_core.checkpoints import SafetensorsReader
 from flashrt_core.errors import ConfigError
 from flashrt_core.policies.pi0 import Pi0Policy
+from flashrt_core.policies.pi0.config import PI0
 from flashrt_core.policies.pi0.weights import weight_specs
 from flashrt_core.runtime import cpu_backend
 
@@ -97,8 +98,9 @@ def test_shards_in_a_folder_load_as_one(stored, expected, tmp_path):
     np.testing.assert_array_equal(actions_of(tmp_path), expected)
 
 
-def test_the_key_map_names_every_weight_with_its_shape_once():
-    targets, specs = pi0_targets(SMALL), weight_specs(SMALL)
+@pytest.mark.parametrize('config', [SMALL, PI0])
+def test_the_key_map_names_every_weight_with_its_shape_once(config):
+    targets, specs = pi0_targets(config), weight_specs(config)
     assert sorted(t.name for t in targets) == sorted(specs)
     for target in targets:
         rows = sum(source.shape[0] for source in target.sources)

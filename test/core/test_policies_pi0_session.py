@@ -4,6 +4,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+import threading
 from typing import Any
 
 from _pi0 import bound
@@ -20,9 +21,11 @@ from flashrt_core import errors
 from flashrt_core.policies import make_policy
 from flashrt_core.policies import Modality
 from flashrt_core.policies import SubgoalWrite
+from flashrt_core.policies.pi0 import model
 from flashrt_core.policies.pi0 import Pi0Session
 from flashrt_core.policies.pi0.inputs import write_input
 from flashrt_core.runtime import Backend
+from flashrt_core.runtime import cpu_backend
 from flashrt_core.runtime import philox
 
 
@@ -293,20 +296,34 @@ def test_earlier_segments_leave_the_state_as_it_was(session):
         'seed', 'tick', 'prompt_tokens', 'prompt_length', 'previous_chunk', 'queue_index'}
 
 
-def test_a_dropped_tick_leaves_the_state_and_the_next_tick_as_they_were(session, other):
-    for s in (session, other):
-        lived_in(s)
-    before = state_of(session)
-    doomed = session.submit(observation(draw=9, prompt=(9, 9), seed=3))
-    session.lane.at_segment_end(lambda: None).result()
-    try:
-        doomed.result(10)
-    except errors.TickDropped:
+@pytest.mark.parametrize('stage, done', [('encode_views', 1), ('encode_prefix', 2)])
+def test_a_tick_dropped_between_segments_leaves_state_and_next_tick_as_they_were(
+    monkeypatch, stage, done
+):
+    with bound(cpu_backend()) as session, bound(cpu_backend()) as other:
+        for s in (session, other):
+            lived_in(s)
+        before = state_of(session)
+        entered, cut = threading.Event(), threading.Event()
+        body = getattr(model, stage)
+
+        def slow(*args: Any) -> Any:
+            entered.set()
+            assert cut.wait(10)
+            return body(*args)
+
+        monkeypatch.setattr(model, stage, slow)
+        doomed = session.submit(observation(draw=9, prompt=(9, 9), seed=3))
+        assert entered.wait(10)
+        verb = session.lane.at_segment_end(lambda: None)
+        cut.set()
+        with pytest.raises(errors.TickDropped, match=f'after {done} of 3 segments'):
+            doomed.result(10)
+        verb.result(10)
+        monkeypatch.undo()
         assert equal_states(before, state_of(session))
         following = observation(draw=4)
         assert same_bits(session.tick(following).actions, other.tick(following).actions)
-    else:
-        assert not equal_states(before, state_of(session))
 
 
 def test_addresses_and_constants_never_change(session):
@@ -360,7 +377,6 @@ REFUSED: list[tuple[dict[str, Any], type[errors.FlashrtError], str]] = [
 
 @pytest.fixture(scope='module')
 def refusing() -> Iterator[Pi0Session]:
-    from flashrt_core.runtime import cpu_backend
     with bound(cpu_backend()) as made:
         yield made
 
@@ -385,17 +401,20 @@ def test_bad_branches_are_refused(refusing, rows, seeds, branches, message):
 def test_a_poisoned_session_refuses_ticks_also_those_already_queued(session):
     session.boundary.poisoned = 'a restore failed half-way'
     with pytest.raises(errors.SessionPoisoned, match='half-way'):
-        session.tick(observation())
+        session.submit(observation())
     session.boundary.poisoned = None
     before = state_of(session)
-    session.lane.call(lambda: setattr(session.boundary, 'poisoned', 'just now'))
-    try:
-        queued = session.submit(observation())
-    except errors.SessionPoisoned:
-        pass
-    else:
-        with pytest.raises(errors.SessionPoisoned):
-            queued.result(10)
+    submitted = threading.Event()
+
+    def poison_once_submitted() -> None:
+        assert submitted.wait(10)
+        session.boundary.poisoned = 'just now'
+
+    session.lane.call(poison_once_submitted)
+    queued = session.submit(observation())
+    submitted.set()
+    with pytest.raises(errors.SessionPoisoned, match='just now'):
+        queued.result(10)
     session.boundary.poisoned = None
     assert equal_states(before, state_of(session))
 

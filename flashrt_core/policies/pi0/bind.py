@@ -58,6 +58,7 @@ class Pi0Policy:
         tell = progress or (lambda stage, fraction: None)
         buffers = BufferSet(backend, buffer_specs(c), rows=c.rows, name=self.name)
         digest = load_constants(c, buffers, lambda fraction: tell('load', fraction))
+        backend.synchronize()  # zeroing ran on another stream than the captures will
         tell('bind', 0.0)
         lane = Lane(backend, self.name).start()
         try:

@@ -20,6 +20,7 @@ from flashrt_core.errors import ConfigError
 from flashrt_core.nn import GemmaDims
 from flashrt_core.nn import SiglipDims
 
+RESERVED = {'state', 'prompt', 'subgoal', 'noise', 'action'}
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16}
 
 
@@ -149,6 +150,10 @@ def check(c: Pi0Config) -> None:
             all(0 <= i < min(c.state_dim, c.action_dim) for i in c.relative),
             f'relative {c.relative} names an action without a state of the same index',
         ),
+        (
+            not set(c.views) & RESERVED,
+            f'views {c.views} hold the name of another port; avoid {sorted(RESERVED)}',
+        ),
         (c.dtype in DTYPES, f'dtype {c.dtype!r} is unknown; choose from {sorted(DTYPES)}'),
         (
             c.time_dtype in ('float32', 'float64'),
@@ -213,14 +218,15 @@ TINY = Pi0Config(
     state_width=4,
     action_width=4,
     units=('rad', 'rad', 'rad', '1'),
+    relative=(0, 1, 2),
     statistics=Statistics(
-        state_mean=(0.0, 0.0, 0.0, 0.5),
-        state_std=(1.0, 1.0, 1.0, 0.5),
+        state_mean=(0.0, 1.45, -0.4, 0.5),
+        state_std=(1.1, 0.7, 1.0, 0.5),
         action_mean=(0.0, 0.0, 0.0, 0.5),
-        action_std=(1.0, 1.0, 1.0, 0.5),
+        action_std=(0.1, 0.1, 0.1, 0.25),
     ),
     rows=4,
-    row_keys=(1, 2, 4),
+    row_keys=(1, 2, 3, 4),
     tokenizer='words',
     cpu_threads=1,
 )
