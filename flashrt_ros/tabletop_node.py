@@ -190,7 +190,7 @@ class TabletopNode(Node):
                 stamp_ns, now_ns = stamp_to_ns(message.header.stamp), self._stamp_now_ns()
                 now_s = self._player_now_s()
                 start_s = now_s if stamp_ns == 0 else now_s + (stamp_ns - now_ns) / 1e9
-                self._player.accept(points, times, start_s, now_s, self._world.joints)
+                self._player.accept(points, times, start_s, now_s, self._world.resting_joints)
                 self._command_ns = stamp_ns or now_ns
                 self._counts['accepted'] += 1
                 self._resolve_wait()
@@ -213,7 +213,7 @@ class TabletopNode(Node):
         self.get_logger().error(f'a step failed: {error!r}', throttle_duration_sec=1.0)
 
     def _advance(self) -> None:
-        target = self._player.target(self._player_now_s(), self._world.joints)
+        target = self._player.target(self._player_now_s(), self._world.resting_joints)
         self._world.step(target)
         self._sim_ns += _PERIOD_NS
         if self._player.holding and not self._was_holding:

@@ -78,14 +78,15 @@ class CommandPlayer:
         times_s: Sequence[float],
         start_s: float,
         now_s: float,
-        measured: NDArray[np.float64],
+        rest: NDArray[np.float64],
     ) -> None:
         """Replace what is being played.
 
         :param points: float64 ``[points, 4]`` from ``read_points``.
         :param times_s: of the points after ``start_s``, strictly increasing; of no account for one
             point.
-        :param measured: joints now, float64 ``[4]``, from which a chunk begins.
+        :param rest: where the arm comes to rest if it brakes now, float64 ``[4]``; a first
+            chunk begins there.
         :raises BadSize: times that do not increase, are not finite, or are not one per point.
         :raises BadJoints: a chunk whose last point has passed already.
         """
@@ -109,23 +110,23 @@ class CommandPlayer:
                     f'or with a zero stamp to start now'
                 )
             times = start_s + times
-            first = self.target(now_s, measured) if self._points is not None else measured
+            first = self.target(now_s, rest) if self._points is not None else rest
             ahead = times > now_s
             self._points = np.vstack([first, points[ahead]]) if ahead.any() else points[-1:]
             self._times = np.concatenate([[now_s], times[ahead]]) if ahead.any() else times[-1:]
         self._held_at = None
         self._quiet_from = float(self._times[-1])
 
-    def target(self, now_s: float, measured: NDArray[np.float64]) -> NDArray[np.float64]:
+    def target(self, now_s: float, rest: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the joint target now, float64 ``[4]``; linear between the points of a chunk.
 
-        After ``hold_after_s`` of silence since the last point it stays where the arm was measured
-        then.
+        After ``hold_after_s`` of silence since the last point the target is ``rest`` of that
+        moment and stays there.
         """
         if self._held_at is None and (
             self._points is None or now_s - self._quiet_from > self.hold_after_s
         ):
-            self._held_at = measured.copy()
+            self._held_at = rest.copy()
             if self._points is not None:
                 self._held_at[_GRIPPER] = self._points[-1, _GRIPPER]
                 self.holds += 1

@@ -84,6 +84,13 @@ class World:
         return np.array(self._velocities)
 
     @property
+    def resting_joints(self) -> NDArray[np.float64]:
+        """Where the joints come to rest if they brake now, a new float64 ``[4]``."""
+        velocities = np.array(self._velocities)
+        limits = 2.0 * _BRAKE * np.array(kinematics.MAX_ACCELERATIONS)
+        return np.array(self._joints) + velocities * np.abs(velocities) / limits
+
+    @property
     def step_count(self) -> int:
         """Control periods since this world was made."""
         return self._step

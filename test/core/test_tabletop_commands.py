@@ -60,12 +60,12 @@ def test_a_single_point_is_the_target_at_once():
     assert np.array_equal(player.target(1.0, REST), GOAL)
 
 
-def test_silence_holds_the_arm_where_it_was_measured_and_keeps_the_gripper():
+def test_silence_holds_the_arm_where_it_comes_to_rest_and_keeps_the_gripper():
     player = _player()
     player.accept(GOAL[None], [0.0], 1.0, 1.0, REST)
     assert np.array_equal(player.target(1.2, REST), GOAL)
-    measured = np.array([0.4, 0.4, 0.4, 0.5])
-    held = player.target(1.201, measured)
+    resting = np.array([0.4, 0.4, 0.4, 0.5])
+    held = player.target(1.201, resting)
     assert held.tolist() == [0.4, 0.4, 0.4, 1.0]
     assert player.holding and player.holds == 1
     assert np.array_equal(player.target(50.0, REST), held)
@@ -81,7 +81,7 @@ def test_the_next_command_ends_a_hold():
     assert np.array_equal(player.target(3.1, GOAL), REST)
 
 
-def test_a_chunk_is_played_by_its_times_from_the_measured_pose_and_then_holds():
+def test_a_chunk_is_played_by_its_times_from_the_resting_pose_and_then_holds():
     player = _player()
     player.accept(np.array([GOAL, REST]), [0.1, 0.3], 1.0, 1.0, REST)
     assert player.target(1.0, REST) == pytest.approx(REST)

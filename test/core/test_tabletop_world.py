@@ -97,6 +97,18 @@ def test_a_servo_does_not_overshoot():
     assert goal - 1e-6 < highest < goal + 0.01
 
 
+def test_an_arm_sent_to_its_resting_point_brakes_without_turning_back():
+    world = World(0)
+    for _ in range(25):
+        world.step([2.0, 0.5, 0.5, 0.0])
+    rest = world.resting_joints
+    assert world.joint_velocities[0] > 1.0
+    for _ in range(60):
+        world.step(rest)
+        assert world.joint_velocities[0] > -0.02
+    assert world.joints == pytest.approx(rest, abs=1e-3)
+
+
 def test_targets_beyond_the_limits_stop_at_them():
     world = World(0)
     for _ in range(400):

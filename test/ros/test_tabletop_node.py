@@ -149,21 +149,26 @@ def test_in_real_time_it_sends_joints_every_step_and_images_every_other(live):
     message = client.joints[-1]
     assert message.name == list(JOINT_NAMES)
     assert len(message.position) == len(message.velocity) == 4
-    stamps = [stamp_to_ns(m.header.stamp) for m in client.joints]
+    stamps = [stamp_to_ns(m.header.stamp) for m in list(client.joints)]
     assert stamps == sorted(set(stamps))
     wait_until(lambda: len(client.images['wrist']) >= 10, 'images')
     assert _array(client.images['top'][-1]).shape == (64, 64, 3)
     assert {m.header.frame_id for m in client.images['top']} == {'camera_top'}
-    by_stamp = {stamp_to_ns(m.header.stamp) for m in client.images['top']}
-    assert len(by_stamp & set(stamps)) >= 5
+
+    def stamps_of(messages: list[Any]) -> set[int]:
+        return {stamp_to_ns(m.header.stamp) for m in list(messages)}
+
+    wait_until(lambda: len(stamps_of(client.joints) & stamps_of(client.images['top'])) >= 5,
+               'images and joint states of the same stamp')
     assert node._thread is not None and node._thread.report().errors == 0
 
 
 def test_a_stream_moves_the_arm_and_its_silence_holds_it(live):
     node, client = live
     sent = threading.Event()
-    timer = client.node.create_timer(0.02, lambda: sent.is_set() or client.send(GOAL))
-    wait_until(lambda: client.joints and abs(client.joints[-1].position[0] - GOAL[0]) < 0.5,
+    far = [2.0, 1.0, -0.4, 0.0]
+    timer = client.node.create_timer(0.02, lambda: sent.is_set() or client.send(far))
+    wait_until(lambda: client.joints and client.joints[-1].velocity[0] > 0.1,
                'the arm on its way')
     assert _count(node, 'holds') == 0
     sent.set()
@@ -171,16 +176,16 @@ def test_a_stream_moves_the_arm_and_its_silence_holds_it(live):
     section = _section(node, 'commands')
     assert section.level == WARN and 'holding' in section.message
     wait_until(lambda: max(abs(v) for v in client.joints[-1].velocity) < 1e-3, 'the arm at rest')
-    assert abs(client.joints[-1].position[0] - GOAL[0]) > 0.01
+    assert client.joints[-1].position[0] < far[0] - 0.1
     timer.cancel()
-    wait_until(lambda: client.send(GOAL) or not _section(node, 'commands').level == WARN,
+    wait_until(lambda: client.send(far) or not _section(node, 'commands').level == WARN,
                'the end of the hold')
 
 
 def test_a_chunk_is_played_by_its_times(stepped):
     node, client = stepped
-    client.reset(seed=1, blocks=1)
-    start = np.array(client.joints[-1].position)
+    stamp = client.reset(seed=1, blocks=1).stamp
+    start = np.array(client.observation(stamp)[0].position)
     rows = [start + np.array([0.1 * k, 0.0, 0.0, 0.0]) for k in (1, 2)]
     client.send(*rows, times_s=(0.2, 0.4))
     wait_until(lambda: _count(node, 'accepted') == 1, 'the chunk')
@@ -448,16 +453,21 @@ def test_the_arm_holds_by_itself_when_its_commander_is_killed(group):
         group.wait_for(
             lambda: watcher.joints and abs(watcher.joints[-1].velocity[0]) > 0.3, 30,
             'the arm to swing')
+        phrase = 'holding until the next one'
+        earlier = robot.log().count(phrase)  # on a busy machine the commander may pause too
         os.kill(commander.pid, signal.SIGKILL)
         commander.expected_end = True
-        group.wait_for(lambda: 'holding until the next one' in robot.log(), 10, 'the hold')
-        group.wait_for(
-            lambda: max(abs(v) for v in watcher.joints[-1].velocity) < 1e-3, 10, 'the rest')
-        at_rest = list(watcher.joints[-1].position)
+        group.wait_for(lambda: robot.log().count(phrase) > earlier, 10, 'the hold')
+
+        def at_rest() -> bool:
+            last = [list(m.position) for m in watcher.joints[-50:]]
+            return len(last) == 50 and all(row == last[0] for row in last)
+
+        group.wait_for(at_rest, 20, 'the rest')
         seen = len(watcher.joints)
-        group.wait_for(lambda: len(watcher.joints) > seen + 50, 20, 'a second of joint states')
-        assert list(watcher.joints[-1].position) == pytest.approx(at_rest, abs=1e-6)
-        assert robot.log().count('holding until the next one') == 1
+        group.wait_for(lambda: len(watcher.joints) > seen + 25, 20, 'more joint states')
+        assert at_rest()
+        assert robot.log().rstrip().endswith(phrase)
     finally:
         watcher.close()
 
