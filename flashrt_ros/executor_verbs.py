@@ -75,10 +75,13 @@ class Verbs:
         if seed is not None and seed < 0:
             raise ParameterInvalid(f'seed is {seed}; give 0 to 2**63 - 1')
         pending = Pending(self._prompt(), seed)
+        detail: dict[str, Any] = {} if seed is None else {'seed': seed}
+        if pending.prompt is not None:
+            detail['prompt'] = list(pending.prompt)
         return self._go_to(
             'reset', capsule_id or C0, self._session.lane.at_segment_end,
             lambda: self._restore(capsule_id or C0, 'same'), reset=True, pending=pending,
-            detail={} if seed is None else {'seed': seed})
+            detail=detail)
 
     def restore(self, capsule_id: str, numerics: str) -> RestoreReport:
         """Restore a capsule within the episode; raises as ``reset``."""
