@@ -58,8 +58,11 @@ class Outputs(Protocol):
     def trajectory(self, actions: Vector, first_step: int, commanded: Vector) -> None:
         """Send a chunk's rows from ``first_step`` on."""
 
-    def tick(self, chunk: Chunk, prepared: Prepared, actions: Vector, first_step: int) -> None:
-        """Publish what a tick took in and gave out."""
+    def tick_input(self, chunk: Chunk, prepared: Prepared) -> None:
+        """Publish what a committed tick took in."""
+
+    def chunk(self, chunk: Chunk, actions: Vector, first_step: int) -> None:
+        """Publish the actions of a tick that is put into play."""
 
     def heartbeat(self) -> None:
         """Publish a sign of life of the device."""
@@ -242,18 +245,16 @@ class Control:
 
         :raises LaneBusy: another change is under way.
         """
-        transition = None
         with self.submit_lock:
             if self.changing:
                 raise LaneBusy('another capsule verb is at work; try again when it has answered')
             self.changing = True
             if hold:
                 self.generation += 1
-                transition = self.holds.hold(Cause.RESTORE)
+                self.holds.hold(Cause.RESTORE)  # the verb's own event tells it
                 with self.publish_lock:
                     self.publish_hold()
                     self.player.clear()
-        self.emit(transition)
 
     def end_change(
         self, restored: bool, *, capsule: str = '', reset: bool = False, bit_exact: bool = True,
@@ -265,7 +266,7 @@ class Control:
 
         :param with_lock: called under the submit lock with the new counters in place.
         """
-        transitions = []
+        poison = None
         with self.submit_lock:
             now = time.monotonic_ns()
             self.changing = False
@@ -280,10 +281,9 @@ class Control:
                 with_lock()
                 self.holds.restored(now, reset=reset)
             else:
-                transitions = [self.holds.poison() if poisoned else None,
-                               self.holds.clear(Cause.RESTORE, now)]
-        for transition in transitions:
-            self.emit(transition)
+                poison = self.holds.poison() if poisoned else None
+                self.holds.clear(Cause.RESTORE, now)
+        self.emit(poison)
         self.outputs.status()
         self.wake()
 

@@ -12,9 +12,7 @@ import time
 from typing import Any
 
 from flashrt_core.errors import ActionError
-from flashrt_core.errors import ActionJump
 from flashrt_core.errors import DeviceLost
-from flashrt_core.errors import FlashrtError
 from flashrt_core.errors import LaneError
 from flashrt_core.errors import LaneTimeout
 from flashrt_core.errors import ObservationError
@@ -26,6 +24,7 @@ from flashrt_ros.clocks import RosClock
 from flashrt_ros.clocks import RosReading
 from flashrt_ros.embodiment import Embodiment
 from flashrt_ros.executor_control import Control
+from flashrt_ros.executor_faults import Faults
 from flashrt_ros.executor_observation import Observation
 from flashrt_ros.executor_observation import ObservationBuffer
 from flashrt_ros.executor_tick import Pending
@@ -46,8 +45,6 @@ from flashrt_ros.subgoals import SubgoalSlot
 COUNTERS = ('ticks', 'ticks_dropped', 'results_dropped', 'chunks_too_late', 'interrupts')
 STAGES = ('collect', 'submit', 'inference', 'finish', 'tick', 'received_to_submit')
 _IDLE_WAIT_S = 0.02
-_PASSING = (Cause.OBSERVATION, Cause.CLOCK, Cause.NON_FINITE, Cause.OUT_OF_LIMITS,
-            ActionJump.code, Cause.TICK_DEADLINE, Cause.FAULT)
 
 
 class Engine:
@@ -97,6 +94,8 @@ class Engine:
             embodiment, views, self.ages, resize=parameters['image_resize'],
             lock_step=self.lock_step, notify=self.wake)
         self.book = TickBook(embodiment, self.ports, self.slot, int(session.config.seed))
+        self._faults = Faults(control, session, self.observations, self.ages, self.slot,
+                              counters, parameters)
         self._parameters = parameters
         self._clock = clock
         self._now_ns = now_ns
@@ -189,7 +188,7 @@ class Engine:
     def play(self, chunk: Chunk, prepared: Prepared) -> None:
         """Put the chunk of a committed branch into play as if a tick had made it."""
         with self.control.submit_lock:
-            self.book.committed(prepared, chunk)
+            self._committed(chunk, prepared)
             if self.control.holds.may_tick:
                 self._finish(chunk, prepared)
 
@@ -215,7 +214,7 @@ class Engine:
         """
         observation = self.observations.wait_for(observed_after_ns, timeout_s)
         reading = RosReading(observation.newest_stamp_ns, observation.newest_stamp_ns > 0, False)
-        self._review_causes(reading)
+        self._faults.review(reading)
         holds = self.control.holds
         if holds.phase not in (Phase.RUN, Phase.RESYNC):
             raise WrongState(
@@ -226,7 +225,7 @@ class Engine:
         try:
             return self._tick(observation, reading)
         except ObservationError as error:
-            self._observation_failed(error)
+            self._faults.observation(error)
             raise
         except (ActionError, TickDropped):
             raise
@@ -239,7 +238,7 @@ class Engine:
             try:
                 self._round()
             except ObservationError as error:
-                self._observation_failed(error)
+                self._faults.observation(error)
                 self._wake.wait(_IDLE_WAIT_S)
             except (ActionError, TickDropped):
                 pass  # held and told where it was found
@@ -254,14 +253,16 @@ class Engine:
             self.observations.clear()
             self.control.hold(
                 Cause.CLOCK, message='ROS time jumped back; the observations were cleared')
-        self._review_causes(reading)
+        self._faults.review(reading)
         if self._tick_due():
             observation = self.observations.newest()
             if self.control.holds.phase is Phase.RUN or self._is_fresh(observation):
                 self._tick(observation, reading)
                 return
         if self.watch.probe_due(time.monotonic_ns()):
-            self._probe()
+            self._faults.probe()
+            self.watch.finished(time.monotonic_ns())
+            self.control.outputs.heartbeat()
         self._wake.wait(_IDLE_WAIT_S)
 
     def _is_fresh(self, observation: Observation) -> bool:
@@ -311,7 +312,7 @@ class Engine:
         with control.submit_lock:
             self._running = None
             if start.epoch == control.progress.epoch and not control.changing:
-                self.book.committed(prepared, chunk)
+                self._committed(chunk, prepared)
             if generation != control.generation:
                 self.counters.add('results_dropped')
                 self.watch.dropped()
@@ -364,9 +365,8 @@ class Engine:
                 control.begin_from_measured(
                     guarded.actions[first], self._parameters['resync_speed_ratio'])
         except ActionError as error:
-            self._action_failed(error, resync=not running)
+            self._faults.action(error, resync=not running)
             raise
-        control.progress.tick = chunk.tick
         control.ticks_played += 1
         self.counters.add('ticks')
         if not control.player.swap(guarded.actions, prepared.start).accepted:
@@ -377,11 +377,17 @@ class Engine:
             now if self.lock_step else prepared.observation.oldest_received_ns, now)
         if not control.stream:
             control.publish_chunk(guarded.actions, first)
-        control.outputs.tick(chunk, prepared, guarded.actions, first)
+        control.outputs.chunk(chunk, guarded.actions, first)
         control.outputs.heartbeat()
         control.emit(transition)
         control.outputs.status()
-        return True
+        return control.holds.phase is Phase.RUN
+
+    def _committed(self, chunk: Chunk, prepared: Prepared) -> None:
+        """Keep account of a tick whose state was committed, played or not: a replay needs it."""
+        self.book.committed(prepared, chunk)
+        self.control.progress.tick = chunk.tick
+        self.control.outputs.tick_input(chunk, prepared)
 
     def _mark(self, generation: int) -> None:
         # After a verb the boundary is no longer the one this tick has committed.
@@ -390,53 +396,13 @@ class Engine:
 
     # -- what goes wrong ------------------------------------------------------------------------
 
-    def _review_causes(self, reading: RosReading) -> None:
-        """Hold for what has become true and let go what is over."""
-        causes = self.control.holds.causes
-        overdue = self.slot.overdue(time.monotonic_ns())
-        if overdue and Cause.SUBGOAL_DEADLINE not in causes:
-            self.control.hold(Cause.SUBGOAL_DEADLINE,
-                              message='no newer subgoal came within its deadline_s')
-        elif Cause.SUBGOAL_DEADLINE in causes and not overdue:
-            self.control.clear(Cause.SUBGOAL_DEADLINE)
-        passing = [cause for cause in _PASSING if cause in causes]
-        if passing and first_error(self.ages.judge(
-                self.observations.newest().stamps_ns, reading)) is None:
-            for cause in passing:
-                self.control.clear(cause)
-
-    def _observation_failed(self, error: ObservationError) -> None:
-        self.control.hold(Cause.OBSERVATION, message=f'[{error.code}] {error}')
-
-    def _action_failed(self, error: ActionError, resync: bool) -> None:
-        gap = isinstance(error, ActionJump) and resync
-        self.control.outputs.event('refused', error.code, {'message': str(error)})
-        self.control.hold_locked(
-            Cause.POSE_GAP if gap else error.code,
-            latch=gap or self.control.guard.must_latch, message=f'[{error.code}] {error}')
-
     def fault(self, error: Exception) -> None:
         """Hold for an unexpected error; a lost device asks for the end of the process."""
-        self.counters.add('faults')
         self.watch.dropped()
-        lost = isinstance(error, DeviceLost) or self.session.lane.fault is not None
-        code = error.code if isinstance(error, FlashrtError) else type(error).__name__
-        self.control.outputs.event('fault', code, {'message': str(error)})
-        self.control.hold(Cause.FAULT, latch=lost, message=f'[{code}] {error}')
-        if lost:
+        lost = self._faults.unexpected(error)
+        if lost is not None:
             self._active = False
-            self.control.outputs.device_lost(
-                error if isinstance(error, FlashrtError) else DeviceLost(repr(error)))
-
-    def _probe(self) -> None:
-        """Ask the lane for a sign of life while no tick runs, and beat on its behalf."""
-        try:
-            self.session.lane.call(lambda: None).result(self._parameters['device_timeout_s'])
-        except (LaneError, FutureTimeout) as error:
-            raise DeviceLost(f'the lane did not answer ({error!r}); the process exits to be '
-                             'respawned') from error
-        self.watch.finished(time.monotonic_ns())
-        self.control.outputs.heartbeat()
+            self.control.outputs.device_lost(lost)
 
     def _drop_running(self) -> None:
         """Drop the running tick at its segment's end; under the submit lock, waits for nothing."""

@@ -13,14 +13,8 @@ import threading
 import time
 from typing import Any
 
-from rclpy.callback_groups import MutuallyExclusiveCallbackGroup
 from rclpy.clock import JumpThreshold
 from rclpy.duration import Duration
-from rclpy.qos import QoSProfile
-from rclpy.subscription import Subscription
-from sensor_msgs.msg import CompressedImage
-from sensor_msgs.msg import Image
-from sensor_msgs.msg import JointState
 
 from flashrt_core.capsule import CapsuleStore
 from flashrt_core.errors import CapsuleExists
@@ -35,7 +29,6 @@ from flashrt_core.runtime import pick_backend
 from flashrt_ros import qos
 from flashrt_ros.action import RunEpisode
 from flashrt_ros.clocks import RosClock
-from flashrt_ros.clocks import RosReading
 from flashrt_ros.control_loop import StepThread
 from flashrt_ros.embodiment import Embodiment
 from flashrt_ros.embodiment import load_embodiment
@@ -45,11 +38,11 @@ from flashrt_ros.executor_engine import Engine
 from flashrt_ros.executor_episode import check_goal
 from flashrt_ros.executor_episode import END
 from flashrt_ros.executor_episode import EpisodeServer
+from flashrt_ros.executor_inputs import ExecutorInputs
 from flashrt_ros.executor_outputs import ExecutorOutputs
 from flashrt_ros.executor_parameters import check_at_configure
 from flashrt_ros.executor_parameters import executor_parameters
 from flashrt_ros.executor_report import ExecutorReport
-from flashrt_ros.executor_services import CONFIGURED
 from flashrt_ros.executor_services import ExecutorServices
 from flashrt_ros.executor_verbs import C0
 from flashrt_ros.executor_verbs import Verbs
@@ -60,7 +53,6 @@ from flashrt_ros.main import EXIT_DEVICE_LOST
 from flashrt_ros.main import run_node
 from flashrt_ros.main import StopRequest
 from flashrt_ros.msg import ExecutorStatus
-from flashrt_ros.msg import Subgoal
 
 _PHASES = {Phase.RUN: 'ticking', Phase.HOLD: 'holding', Phase.RESYNC: 'resync',
            Phase.NEEDS_RESET: 'needs_reset'}
@@ -94,7 +86,7 @@ class ExecutorNode(SafeLifecycleNode):
         self._embodiment: Embodiment | None = None
         self._session: Session | None = None
         self._tokenizer: Any = None
-        self._subscriptions_made: list[Subscription] = []
+        self._inputs = ExecutorInputs(self)
         self._kept_progress = Progress()
         self._ending = False
         self.report = ExecutorReport(self)
@@ -106,7 +98,7 @@ class ExecutorNode(SafeLifecycleNode):
         self.parameters.on_change(self._parameter_changed)
         self.parameters.on_refusal(self.count_refusal)
         self._clock_reader = RosClock(
-            self._now_ns, jump_back_tolerance_s=0.0 if self._simulated else 0.01)
+            self.now_ns, jump_back_tolerance_s=0.0 if self._simulated else 0.01)
         self._jump_handle = self.get_clock().create_jump_callback(
             JumpThreshold(min_forward=None, min_backward=Duration(nanoseconds=-1),
                           on_clock_change=True),
@@ -135,12 +127,12 @@ class ExecutorNode(SafeLifecycleNode):
         self.control.progress = self._kept_progress
         self.engine = Engine(
             session, self._embodiment, self.control, self.parameters, self._clock_reader,
-            self._now_ns, self.report.counters, lambda: store.mark(session.boundary))
+            self.now_ns, self.report.counters, lambda: store.mark(session.boundary))
         self.outputs.bind(self._embodiment, self.engine.ports.horizon, self.control.progress)
         self.verbs = Verbs(self.engine, store, self.parameters, self._prompt_tokens)
         self._prompt_tokens()
         session.lane.at_boundary(self._snapshot_c0).result(self.parameters['verb_timeout_s'])
-        self._subscribe()
+        self._inputs.open(self._embodiment)
         self.step_thread = StepThread(
             self._embodiment.step_period_s, self.control.step,
             on_error=self.control.step_failed, fifo_priority=self.parameters['fifo_priority'])
@@ -177,9 +169,7 @@ class ExecutorNode(SafeLifecycleNode):
             self.engine.stop(1.0)
         if self.step_thread is not None:
             self.step_thread.stop()
-        for subscription in self._subscriptions_made:
-            self.destroy_subscription(subscription)
-        self._subscriptions_made.clear()
+        self._inputs.close()
         if self._session is not None:
             self._session.close()
         if self.store is not None:
@@ -217,6 +207,10 @@ class ExecutorNode(SafeLifecycleNode):
     def count_refusal(self, error: Exception) -> None:
         """Count a refusal by its code, for diagnostics."""
         self.report.refused(error.code if isinstance(error, FlashrtError) else 'internal')
+
+    def now_ns(self) -> int:
+        """ROS time in nanoseconds; zero while simulated time has not begun."""
+        return int(self.get_clock().now().nanoseconds)
 
     def tokenize(self, text: str, limit: int) -> list[int]:
         """Return the policy's token ids of a text.
@@ -290,57 +284,6 @@ class ExecutorNode(SafeLifecycleNode):
             return
         self.outputs.event('parameter', name, {'old': old, 'new': new})
 
-    # -- subscriptions --------------------------------------------------------------------------
-
-    def _subscribe(self) -> None:
-        assert self._embodiment is not None
-        compressed = self.parameters['image_transport'] == 'compressed'
-        group = MutuallyExclusiveCallbackGroup()
-        self._listen(JointState, 'joint_states', self._on_joints, qos.sensor(), group)
-        for view, topic in self._embodiment.views.items():
-            name = f'images/{topic}/compressed' if compressed else f'images/{topic}'
-            self._listen(
-                CompressedImage if compressed else Image, name,
-                lambda message, view=view: self._on_image(view, message, compressed),
-                qos.sensor(), group)
-        self._listen(Subgoal, 'subgoal', self._on_subgoal, qos.command(), group)
-
-    def _listen(self, message_type: Any, topic: str, callback: Any, profile: QoSProfile,
-                group: MutuallyExclusiveCallbackGroup) -> None:
-        resolved = self.resolve_topic_name(topic)
-        self._subscriptions_made.append(self.create_subscription(
-            message_type, topic, callback, profile, callback_group=group,
-            event_callbacks=qos.subscription_events(resolved, self.report.qos_mismatch),
-            qos_overriding_options=qos.overridable()))
-
-    def _on_joints(self, message: JointState) -> None:
-        self._take('joint_states', lambda engine, now: engine.observations.on_joints(message, now))
-
-    def _on_image(self, view: str, message: Any, compressed: bool) -> None:
-        self._take(f'images/{view}', lambda engine, now: engine.observations.on_image(
-            view, message, now, compressed))
-
-    def _take(self, stream: str, take: Any) -> None:
-        engine = self.engine
-        if engine is None:
-            return
-        now = self._now_ns()
-        try:
-            take(engine, RosReading(now, now > 0, False))
-        except FlashrtError as error:
-            self.count_refusal(error)
-            self.report.stream_refused(stream, error)
-        else:
-            self.report.stream_accepted(stream)
-
-    def _on_subgoal(self, message: Subgoal) -> None:
-        try:
-            self.services_made.require(CONFIGURED, 'subgoal')
-            self.services_made.subgoal(message)
-        except FlashrtError as error:
-            self.count_refusal(error)
-            self.outputs.event('refused', 'subgoal', {'code': error.code, 'message': str(error)})
-
     # -- inside ---------------------------------------------------------------------------------
 
     def _told(self, stage: str, fraction: float) -> None:
@@ -388,9 +331,6 @@ class ExecutorNode(SafeLifecycleNode):
             f'[{error.code}] {error}; exit status {EXIT_DEVICE_LOST}, to be respawned')
         self.outputs.wait_for_acknowledgement(self.parameters['shutdown_timeout_s'])
         self._stop_request.set(f'{error.code}: {error}', EXIT_DEVICE_LOST)
-
-    def _now_ns(self) -> int:
-        return int(self.get_clock().now().nanoseconds)
 
     @property
     def _simulated(self) -> bool:

@@ -86,10 +86,12 @@ class ExecutorOutputs:
         self.commands.publish(
             self._encoder.chunk(actions, first_step=first_step, commanded=commanded))
 
-    def tick(self, chunk: Chunk, prepared: Prepared, actions: NDArray[np.float64],
-             first_step: int) -> None:
-        """Publish ~/tick_input, then ~/chunk."""
+    def tick_input(self, chunk: Chunk, prepared: Prepared) -> None:
+        """Publish ~/tick_input."""
         self._tick_inputs.publish(self._tick_input(chunk, prepared))
+
+    def chunk(self, chunk: Chunk, actions: NDArray[np.float64], first_step: int) -> None:
+        """Publish ~/chunk."""
         self._chunks.publish(self.chunk_message(
             actions, tick=chunk.tick, branch=0, first_step=first_step,
             subgoal_sequence=chunk.subgoal_sequence))

@@ -66,7 +66,7 @@ SPECS = (
                   0.01, 600.0),
     ParameterSpec('shutdown_timeout_s', 2.0, 'for the acknowledgement of the last hold',
                   0.0, 60.0),
-    ParameterSpec('fifo_priority', 0, 'SCHED_FIFO priority of the step thread; 0: do not ask',
+    ParameterSpec('fifo_priority', 20, 'SCHED_FIFO priority of the step thread; 0: do not ask',
                   0, 99, read_only=True),
     ParameterSpec('capsule_gpu_bytes', _GIB, 'budget of the gpu tier', 0, 1 << 46,
                   read_only=True),

@@ -137,9 +137,9 @@ def test_simulated_time_of_zero_is_not_ready_and_a_jump_back_clears_and_holds(
         def tell(seconds: float) -> None:
             clock.publish(Clock(clock=executor_node_time(int(seconds * 1e9))))
 
-        wait_until(lambda: tell(100.0) or r.executor._now_ns() == 100 * 10**9, 'time 100 s')
+        wait_until(lambda: tell(100.0) or r.executor.now_ns() == 100 * 10**9, 'time 100 s')
         r.reset()
-        wait_until(lambda: tell(5.0) or r.executor._now_ns() == 5 * 10**9, 'time 5 s')
+        wait_until(lambda: tell(5.0) or r.executor.now_ns() == 5 * 10**9, 'time 5 s')
         event = r.until_event('hold', 'clock_jump')
         assert 'jumped back' in event.detail
         assert r.executor.engine.observations.measured() is None

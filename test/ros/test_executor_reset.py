@@ -25,17 +25,17 @@ class Recorder:
         self.commands: list[tuple[int, float]] = []
         self.chunks: list[tuple[int, int]] = []
         outputs = r.executor.outputs
-        command, tick = outputs.command, outputs.tick
+        command, chunk = outputs.command, outputs.chunk
 
         def noted_command(position: np.ndarray) -> None:
             command(position)
             self.commands.append((time.monotonic_ns(), float(position[0])))
 
-        def noted_tick(*args: object) -> None:
-            tick(*args)
+        def noted_chunk(*args: object) -> None:
+            chunk(*args)
             self.chunks.append((time.monotonic_ns(), outputs.progress.epoch))
 
-        outputs.command, outputs.tick = noted_command, noted_tick
+        outputs.command, outputs.chunk = noted_command, noted_chunk
 
 
 @pytest.mark.slow
