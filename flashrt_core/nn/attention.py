@@ -22,7 +22,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> T
     Hk = k.shape[2]
     G = Hq // Hk
     # The G query heads of one key head are folded into the query axis.
-    q = q.view(B, S, Hk, G, D).permute(0, 2, 3, 1, 4).reshape(B, Hk, G * S, D)
+    q = q.unflatten(2, (Hk, G)).permute(0, 2, 3, 1, 4).reshape(B, Hk, G * S, D)
     k = k.permute(0, 2, 3, 1)  # [B, Hk, D, T]
     v = v.transpose(1, 2)  # [B, Hk, T, D]
     scores = torch.matmul(q, k).float() * D**-0.5  # [B, Hk, G * S, T]
@@ -51,7 +51,7 @@ def attend_shared_prefix(
     P, Hk = prefix_k.shape[0], prefix_k.shape[1]
     G = Hq // Hk
     scale = D**-0.5
-    q = q.view(R, S, Hk, G, D).permute(2, 0, 3, 1, 4)  # [Hk, R, G, S, D]
+    q = q.unflatten(2, (Hk, G)).permute(2, 0, 3, 1, 4)  # [Hk, R, G, S, D]
     k = k.permute(2, 0, 3, 1)  # [Hk, R, D, S]
     v = v.permute(2, 0, 1, 3)  # [Hk, R, S, D]
     folded = q.reshape(Hk, R * G * S, D)

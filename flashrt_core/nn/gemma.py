@@ -61,11 +61,10 @@ def project_qkv(
     x: Tensor, norm: Tensor, qkv: Tensor, cos: Tensor, sin: Tensor, dims: GemmaDims
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Norm, project, rotate x [B, S, width] -> q [B, S, heads, D], k and v [B, S, kv_heads, D]."""
-    y = F.linear(rms_norm(x, norm, dims.eps), qkv)
-    q, k, v = y.split([dims.q_dim, dims.kv_dim, dims.kv_dim], dim=-1)
-    q = rotate(q.unflatten(-1, (dims.heads, dims.head_dim)), cos, sin)
-    k = rotate(k.unflatten(-1, (dims.kv_heads, dims.head_dim)), cos, sin)
-    return q, k, v.unflatten(-1, (dims.kv_heads, dims.head_dim))
+    y = F.linear(rms_norm(x, norm, dims.eps), qkv).unflatten(-1, (-1, dims.head_dim))
+    qk, v = y.split([dims.heads + dims.kv_heads, dims.kv_heads], dim=2)
+    q, k = rotate(qk, cos, sin).split([dims.heads, dims.kv_heads], dim=2)
+    return q, k, v
 
 
 def finish_layer(x: Tensor, attended: Tensor, w: GemmaLayer, dims: GemmaDims) -> Tensor:
