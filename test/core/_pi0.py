@@ -87,3 +87,8 @@ def state_of(session: Pi0Session, row: int = 0) -> dict[str, torch.Tensor]:
 def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
     """Whether two float32 arrays hold the same bits."""
     return a.shape == b.shape and bool(np.array_equal(a.view(np.uint32), b.view(np.uint32)))
+
+
+def equal_states(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    """Whether two states hold the same values in every buffer."""
+    return all(torch.equal(a[name], b[name]) for name in a)

@@ -8,6 +8,7 @@ import threading
 from typing import Any
 
 from _pi0 import bound
+from _pi0 import equal_states
 from _pi0 import lived_in
 from _pi0 import observation
 from _pi0 import same_bits
@@ -39,10 +40,6 @@ def session(backend: Backend) -> Iterator[Pi0Session]:
 def other(backend: Backend) -> Iterator[Pi0Session]:
     with bound(backend) as made:
         yield made
-
-
-def equal_states(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return all(torch.equal(a[name], b[name]) for name in a)
 
 
 # -- a tick is a function of state and input ----------------------------------------------------
@@ -336,99 +333,6 @@ def test_addresses_and_constants_never_change(session):
     assert addresses == session.buffers.addresses()
     for name, value in constants.items():
         assert torch.equal(value, session.buffers[name].tensor.cpu()), name
-
-
-# -- refusals -----------------------------------------------------------------------------------
-
-
-def image(size: int = 28, dtype: Any = np.uint8) -> np.ndarray:
-    return np.zeros((size, size, 3), dtype)
-
-
-REFUSED: list[tuple[dict[str, Any], type[errors.FlashrtError], str]] = [
-    ({'state': np.float32([0, 0, np.nan, 0])}, errors.ObservationNonFinite, 'finite'),
-    ({'state': np.float32([0, 0, np.inf, 0])}, errors.ObservationNonFinite, 'finite'),
-    ({'state': np.zeros(4)}, errors.BadJoints, 'float64'),
-    ({'state': np.zeros(3, np.float32)}, errors.BadJoints, r'\[3\]'),
-    ({'images': {'top': image(30)}}, errors.BadSize, 'letterbox'),
-    ({'images': {'top': image(dtype=np.float32)}}, errors.BadEncoding, 'float32'),
-    ({'images': {'top': image()[..., 0]}}, errors.BadSize, 'top'),
-    ({'images': {'side': image()}}, errors.ConfigError, 'side.*top'),
-    ({'images': {}}, errors.ObservationMissing, 'no view'),
-    ({'images': {'top': None, 'wrist': None}}, errors.ObservationMissing, 'no view'),
-    ({'prompt': (1,) * 7}, errors.ConfigError, '7 tokens.*at most 6'),
-    ({'prompt': (40,)}, errors.ConfigError, '40.*0 to 39'),
-    ({'prompt': (-1,)}, errors.ConfigError, '-1'),
-    ({'prompt': (1.5,)}, errors.ConfigError, 'integer'),
-    ({'subgoal': SubgoalWrite(1, (1,) * 6)}, errors.ConfigError, '6 tokens.*at most 5'),
-    ({'subgoal': SubgoalWrite(-1, (1,))}, errors.ConfigError, 'sequence'),
-    ({'seed': -1}, errors.ConfigError, 'seed'),
-    ({'seed': 2**63}, errors.ConfigError, 'seed'),
-    ({'delay_steps': 9}, errors.ConfigError, 'delay_steps is 9'),
-    ({'steps_executed': -9}, errors.ConfigError, 'steps_executed is -9'),
-    ({'rows': 0}, errors.ConfigError, 'rows is 0'),
-    ({'rows': 5}, errors.ConfigError, 'rows is 5.*1 to 4'),
-    ({'rows': 3}, errors.MissingKey, r'3.*\[1, 2, 4\]'),
-    ({'noise': np.zeros((1, 8, 5))}, errors.ConfigError, 'float64'),
-    ({'noise': np.zeros((2, 8, 5), np.float32)}, errors.ConfigError, r'\[1, 8, 5\]'),
-    ({'noise': np.full((1, 8, 5), np.nan, np.float32)}, errors.ConfigError, 'NaN'),
-]
-
-
-@pytest.fixture(scope='module')
-def refusing() -> Iterator[Pi0Session]:
-    with bound(cpu_backend()) as made:
-        yield made
-
-
-@pytest.mark.parametrize('changes, error, message', REFUSED)
-def test_a_bad_input_is_refused_by_name_before_anything_runs(refusing, changes, error, message):
-    before = state_of(refusing)
-    with pytest.raises(error, match=message):
-        refusing.submit(observation(**changes))
-    assert refusing.lane.idle and equal_states(before, state_of(refusing))
-
-
-@pytest.mark.parametrize('rows, seeds, branches, message', [
-    ((4,), (1,), None, 'row 4.*0 to 3'), ((1, 1), (1, 2), None, 'distinct'),
-    ((1, 2), (1,), None, 'one seed'), ((1,), (-1,), None, 'seed is -1'),
-    ((1,), (1,), (1, 2), 'branches')])
-def test_bad_branches_are_refused(refusing, rows, seeds, branches, message):
-    with pytest.raises(errors.ConfigError, match=message):
-        refusing.set_branches(rows, seeds, branches)
-
-
-def test_a_poisoned_session_refuses_ticks_also_those_already_queued(session):
-    session.boundary.poisoned = 'a restore failed half-way'
-    with pytest.raises(errors.SessionPoisoned, match='half-way'):
-        session.submit(observation())
-    session.boundary.poisoned = None
-    before = state_of(session)
-    submitted = threading.Event()
-
-    def poison_once_submitted() -> None:
-        assert submitted.wait(10)
-        session.boundary.poisoned = 'just now'
-
-    session.lane.call(poison_once_submitted)
-    queued = session.submit(observation())
-    submitted.set()
-    with pytest.raises(errors.SessionPoisoned, match='just now'):
-        queued.result(10)
-    session.boundary.poisoned = None
-    assert equal_states(before, state_of(session))
-
-
-def test_tick_on_the_lane_thread_is_refused_instead_of_hanging(session):
-    with pytest.raises(errors.LaneError, match='submit'):
-        session.lane.call(lambda: session.tick(observation())).result(10)
-
-
-def test_a_closed_session_refuses_ticks(session):
-    session.close()
-    session.close()
-    with pytest.raises(errors.LaneClosed):
-        session.tick(observation())
 
 
 # -- bind ---------------------------------------------------------------------------------------
