@@ -75,6 +75,12 @@ class Refused(FlashrtError):
         self.code = code
 
 
+class NotReady(FlashrtError):
+    """The executor's configure failed; the message carries the end of its log."""
+
+    code = 'not_ready'
+
+
 @dataclass(frozen=True)
 class Observation:
     """One joint state and one image per view, as received."""
@@ -280,8 +286,7 @@ class Conductor:
                     break
                 self._changed.wait(min(left, 0.1))
                 self.group.check()
-        self.group.wait_for(condition, 0.0, what)
-        return condition()
+        raise self.group.timeout_error(timeout_s, what)
 
     def strangers(self) -> list[str]:
         """Nodes on this domain that the group did not start."""
@@ -311,7 +316,10 @@ class Conductor:
     def wait_until_active(
         self, timeout_s: float, progress: Callable[[ExecutorStatus], None] | None = None
     ) -> ExecutorStatus:
-        """Wait for the executor's status to say active, passing each status on."""
+        """Wait for the executor's status to say active, passing each status on.
+
+        :raises NotReady: its configure has failed.
+        """
         told: list[float] = [-1.0]
 
         def active() -> ExecutorStatus | None:
@@ -319,6 +327,12 @@ class Conductor:
             if status is not None and progress is not None and status.progress != told[0]:
                 told[0] = status.progress
                 progress(status)
+            if status is not None and status.phase == 'failed':
+                process = self.group[self._executor_name]
+                raise NotReady(
+                    f'the executor could not be configured; the end of its log '
+                    f'({process.log_path}):\n{process.tail()}'
+                )
             return status if status is not None and status.state == 'active' else None
 
         return self.wait(active, timeout_s, 'the executor to become active')
@@ -355,7 +369,7 @@ class Conductor:
             self.group.check()
             if time.monotonic() > deadline:
                 client.remove_pending_request(future)
-                self.group.wait_for(lambda: False, 0.0, f'an answer of {name}')
+                raise self.group.timeout_error(timeout_s, f'an answer of {name}')
         return Answer(future.result(), (ended[0] - begun) * 1e6)
 
     def executor(self, verb: str, **fields: Any) -> Answer:

@@ -349,12 +349,15 @@ class ProcessGroup:
                 return value
             self.check()
             if time.monotonic() > deadline:
-                logs = [f'  {p.name} ({p.log_path}):\n{p.tail(12)}' for p in self.processes]
-                raise WaitTimeout(
-                    f'waited {timeout_s:g} s in vain for {what}; the logs end with\n'
-                    + '\n'.join(logs)
-                )
+                raise self.timeout_error(timeout_s, what)
             pause.wait(poll_s)
+
+    def timeout_error(self, timeout_s: float, what: str) -> WaitTimeout:
+        """Make the error of a wait in vain, with the end of every log."""
+        logs = [f'  {p.name} ({p.log_path}):\n{p.tail(12)}' for p in self.processes]
+        return WaitTimeout(
+            f'waited {timeout_s:g} s in vain for {what}; the logs end with\n' + '\n'.join(logs)
+        )
 
     def stop(self, timeout_s: float | None = None) -> dict[str, int]:
         """Interrupt the children, last started first, then kill; exit codes by name."""
