@@ -1,0 +1,146 @@
+"""Records an executor into a rosbag2 folder: observations, tick inputs, chunks, events, commands.
+
+The bytes are taken from raw subscriptions and never decoded, so the recording holds what was sent.
+"""
+
+from collections.abc import Sequence
+import json
+from pathlib import Path
+from typing import Any
+
+from rclpy.clock import Clock
+from rclpy.clock import ClockType
+from rclpy.node import Node
+from rclpy.parameter import parameter_value_to_python
+from rclpy.parameter_client import AsyncParameterClient
+from rclpy.qos import DurabilityPolicy
+from rclpy.qos import QoSProfile
+from rclpy.qos import ReliabilityPolicy
+from rosbags.rosbag2 import StoragePlugin
+from rosbags.rosbag2 import Writer
+from rosbags.rosbag2 import WriterError
+
+from flashrt_core.errors import ConfigError
+from flashrt_ros.bag.message_types import message_class
+from flashrt_ros.bag.message_types import writing_typestore
+from flashrt_ros.executor_parameters import SPECS
+
+PARAMETERS_KEY = 'flashrt.executor_parameters'
+EXECUTOR_KEY = 'flashrt.executor'
+STORAGE = {'mcap': StoragePlugin.MCAP, 'sqlite3': StoragePlugin.SQLITE3}
+_OWN = ('tick_input', 'chunk', 'events', 'status')
+_BESIDE = ('joint_states', 'subgoal', 'joint_trajectory')
+_LOOK_S = 0.2
+_DEPTH = 200
+
+
+class Recorder(Node):
+    """Subscribes to an executor's inputs and outputs as they appear; one thread spins it."""
+
+    def __init__(
+        self, path: str | Path, *, executor: str = '/executor', storage: str = 'mcap', **node: Any
+    ) -> None:
+        """Open the recording.
+
+        :param path: folder to make; it must not exist.
+        :param executor: full name of the executor node.
+        :param node: arguments of rclpy's Node.
+        :raises ConfigError: when the folder exists or an argument is refused.
+        """
+        if storage not in STORAGE:
+            raise ConfigError(f'storage is {storage!r}; give one of {", ".join(STORAGE)}')
+        if not executor.startswith('/') or executor.endswith('/'):
+            raise ConfigError(f'executor is {executor!r}; give its full name, e.g. /arm1/executor')
+        super().__init__('recorder', **node)
+        self._recorded = executor
+        self._inputs = executor.rpartition('/')[0]
+        self._typestore = writing_typestore()
+        self._wall = Clock(clock_type=ClockType.SYSTEM_TIME)
+        self._writer = Writer(Path(path), version=9, storage_plugin=STORAGE[storage])
+        try:
+            self._writer.open()
+        except (WriterError, OSError) as reason:
+            raise ConfigError(
+                f'recording {path} cannot be made ({reason}); give a folder that does not exist'
+            ) from reason
+        self._writer.set_custom_data(EXECUTOR_KEY, executor)
+        self.counts: dict[str, int] = {}
+        self._names = [spec.name for spec in SPECS]
+        self._asked: Any = None
+        self._parameter_client = AsyncParameterClient(self, executor)
+        self._timer = self.create_timer(_LOOK_S, self._look, clock=Clock())
+        self._look()
+
+    def close(self) -> None:
+        """Write what is buffered and the index; the thread that spins it."""
+        self._timer.cancel()
+        self._writer.close()
+
+    def stop(self, timeout_s: float) -> bool:
+        """End in order, for :func:`flashrt_ros.main.run_node`."""
+        self.close()
+        total = sum(self.counts.values())
+        self.get_logger().info(f'recorded {total} messages of {len(self.counts)} topics')
+        return True
+
+    @property
+    def ready(self) -> bool:
+        """Whether the executor's own streams and its parameters are recorded from now on."""
+        own = all(f'{self._recorded}/{name}' in self.counts for name in _OWN)
+        return own and self._asked is not None and self._asked.done()
+
+    def _look(self) -> None:
+        for topic, types in self.get_topic_names_and_types():
+            if topic not in self.counts and self._is_wanted(topic):
+                self._subscribe(topic, types[0])
+        if self._asked is None and self._parameter_client.services_are_ready():
+            self._asked = self._parameter_client.get_parameters(self._names)
+            self._asked.add_done_callback(self._keep_parameters)
+
+    def _is_wanted(self, topic: str) -> bool:
+        return (
+            topic in [f'{self._recorded}/{name}' for name in _OWN]
+            or topic in [f'{self._inputs}/{name}' for name in _BESIDE]
+            or topic.startswith(f'{self._inputs}/images/')
+        )
+
+    def _subscribe(self, topic: str, kind: str) -> None:
+        publishers = self.get_publishers_info_by_topic(topic)
+        if not publishers:
+            return
+        profiles = [publisher.qos_profile for publisher in publishers]
+        reliable = all(p.reliability == ReliabilityPolicy.RELIABLE for p in profiles)
+        latched = all(p.durability == DurabilityPolicy.TRANSIENT_LOCAL for p in profiles)
+        profile = QoSProfile(
+            depth=_DEPTH,
+            reliability=ReliabilityPolicy.RELIABLE if reliable else ReliabilityPolicy.BEST_EFFORT,
+            durability=(
+                DurabilityPolicy.TRANSIENT_LOCAL if latched else DurabilityPolicy.VOLATILE
+            ),
+        )
+        connection = self._writer.add_connection(topic, kind, typestore=self._typestore)
+        self.counts[topic] = 0
+
+        def keep(data: bytes) -> None:
+            self._writer.write(connection, self._wall.now().nanoseconds, data)
+            self.counts[topic] += 1
+
+        self.create_subscription(message_class(kind), topic, keep, profile, raw=True)
+        self.get_logger().info(f'recording {topic}')
+
+    def _keep_parameters(self, answer: Any) -> None:
+        values = {
+            name: parameter_value_to_python(value)
+            for name, value in zip(self._names, answer.result().values, strict=True)
+        }
+        self._writer.set_custom_data(PARAMETERS_KEY, json.dumps(values))
+
+
+def record(path: str, executor: str, storage: str, ros_arguments: Sequence[str]) -> int:
+    """Record until SIGINT or SIGTERM; returns the exit status."""
+    from flashrt_ros.main import run_node
+
+    return run_node(
+        lambda stop: Recorder(path, executor=executor, storage=storage),
+        ['record', *ros_arguments],
+    )

@@ -1,0 +1,220 @@
+"""Tests of flashrt_ros.bag: exact replay of recordings made with a real tiny Pi0, without ROS."""
+
+from contextlib import contextmanager
+import json
+import subprocess
+import sys
+
+from _made_up_run import fresh_session
+from _made_up_run import MadeUpRun
+from _made_up_run import replay
+from _made_up_run import ROBOT_YAML
+import pytest
+from rosbags.rosbag2 import StoragePlugin
+
+from flashrt_core.errors import ConfigError
+from flashrt_ros.bag.__main__ import main
+from flashrt_ros.bag.compare import compare
+from flashrt_ros.bag.recording import Recording
+
+pytest.importorskip('flashrt_ros.msg')
+pytestmark = pytest.mark.bag
+
+
+@contextmanager
+def recorded(path, **options):
+    """A run to be filled in; the recording is complete after the block."""
+    with fresh_session() as (session, store):
+        run = MadeUpRun(path, session, store, **options)
+        try:
+            yield run
+        finally:
+            run.close()
+
+
+@pytest.mark.parametrize('storage', [StoragePlugin.MCAP, StoragePlugin.SQLITE3])
+def test_every_tick_of_a_run_is_replayed_bit_for_bit(tmp_path, storage):
+    with recorded(tmp_path / 'run', storage=storage) as run:
+        run.reset(seed=11, prompt=[5, 6, 7])
+        run.ticks(3)
+        run.snapshot('middle')
+        run.subgoal([9, 10])
+        run.ticks(3)
+        run.rollback(2)
+        run.ticks(2)
+        run.prompt([8])
+        run.ticks(2)
+        run.restore('middle')
+        run.ticks(2)
+        run.reset(seed=12)
+        run.ticks(2)
+    report = replay(Recording(tmp_path / 'run'))
+    assert report.gaps == [] and report.different == []
+    assert report.exact and report.equal == 14 and len(report.chunks) == 14
+
+
+def test_a_prompt_that_came_while_a_tick_was_in_flight_is_given_to_the_next(tmp_path):
+    with recorded(tmp_path / 'run') as run:
+        run.reset()
+        run.ticks(2)
+        run.event('prompt', 'text', tokens=[8, 9])  # the tick in flight did not have it yet
+        run.ticks(1)
+        run.pending_prompt = [8, 9]
+        run.ticks(2)
+    assert replay(Recording(tmp_path / 'run')).exact
+
+
+def test_an_image_that_was_not_recorded_is_named_and_its_epoch_left_out(tmp_path):
+    with recorded(tmp_path / 'run') as run:
+        run.reset()
+        run.ticks(2)
+        run.lose.add('images/overhead')
+        run.ticks(2)
+        run.reset()
+        run.ticks(2)
+    report = replay(Recording(tmp_path / 'run'))
+    assert not report.exact and report.equal == 4 and report.skipped == 2
+    assert len(report.gaps) == 1
+    assert 'epoch 1, after 2 ticks' in report.gaps[0]
+    assert 'images/top stamped' in report.gaps[0] and 'no such message' in report.gaps[0]
+
+
+def test_other_bits_under_the_right_stamp_are_refused(tmp_path):
+    with recorded(tmp_path / 'run') as run:
+        run.reset()
+        run.ticks(1)
+    recording = Recording(tmp_path / 'run')
+    key = next(key for key in recording._stamped if key[0].endswith('wrist'))
+    data, kind = recording._stamped[key][0]
+    recording._stamped[key] = [(data[:-100] + bytes([data[-100] ^ 1]) + data[-99:], kind)]
+    report = replay(recording)
+    assert 'none with its digest' in report.gaps[0] and report.equal == 0
+
+
+def test_of_two_messages_with_one_stamp_the_digest_picks_the_used_one(tmp_path):
+    with recorded(tmp_path / 'run') as run:
+        run.reset()
+        run.ticks(1)
+        run.at -= 20_000_000  # a new world at the same simulated time
+        run.ticks(1)
+    assert replay(Recording(tmp_path / 'run')).equal == 2
+
+
+def test_a_missing_tick_is_named(tmp_path):
+    with recorded(tmp_path / 'run') as run:
+        run.reset()
+        run.ticks(1)
+        run.lose.add('executor/tick_input')
+        run.ticks(2)
+    report = replay(Recording(tmp_path / 'run'))
+    assert 'tick 1 is not recorded, the next one is 2' in report.gaps[0]
+
+
+def test_a_recording_that_began_too_late_says_so_and_goes_on_at_the_next_reset(tmp_path):
+    with recorded(tmp_path / 'run') as run:
+        run.ticks(2)
+        run.reset()
+        run.ticks(2)
+    report = replay(Recording(tmp_path / 'run'))
+    assert 'record from a reset' in report.gaps[0] and report.equal == 2
+
+
+def test_a_subgoal_without_its_event_is_named(tmp_path):
+    with recorded(tmp_path / 'run') as run:
+        run.reset()
+        run.ticks(1)
+        run.lose.add('executor/events')
+        run.subgoal([9])
+        run.ticks(1)
+    report = replay(Recording(tmp_path / 'run'))
+    assert 'subgoal 1 was latched, its event is not recorded' in report.gaps[0]
+
+
+def test_a_committed_fork_is_named_as_not_replayed(tmp_path):
+    with recorded(tmp_path / 'run') as run:
+        run.reset()
+        run.ticks(2)
+        run.event('fork', '', committed=1)
+        run.ticks(1)
+    report = replay(Recording(tmp_path / 'run'))
+    assert 'a branch of a fork was committed' in report.gaps[0] and report.equal == 2
+
+
+def test_another_policy_gives_other_actions_and_each_is_listed(tmp_path):
+    with recorded(tmp_path / 'run') as run:
+        run.reset(seed=3)
+        run.ticks(2)
+    report = replay(Recording(tmp_path / 'run'), config={'base': 'tiny', 'weight_seed': 1})
+    assert report.equal == 0 and len(report.different) == 2
+    assert report.different[0].startswith('epoch 1 tick 0: recorded ')
+
+
+def test_what_is_no_recording_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match='cannot be read'):
+        Recording(tmp_path / 'nothing')
+    (tmp_path / 'metadata.yaml').write_text('a: [')
+    with pytest.raises(ConfigError, match='cannot be read'):
+        Recording(tmp_path)
+
+
+def test_two_recordings_of_the_same_run_are_equal_and_a_change_is_found(tmp_path):
+    for name, seed in (('first', 3), ('second', 3), ('third', 4)):
+        with recorded(tmp_path / name) as run:
+            run.reset(seed=3)
+            run.ticks(2)
+            run.reset(seed=seed)
+            run.ticks(2)
+    first, second, third = (Recording(tmp_path / n) for n in ('first', 'second', 'third'))
+    same = compare(first, second)
+    assert same.same and same.compared == same.equal == same.inputs_equal == 4
+    other = compare(first, third)
+    assert not other.same and other.equal == 2 and other.inputs_equal == 4
+    assert other.first_difference == 'epoch 2 tick 0' and other.largest > 0.0
+
+
+def test_ticks_of_one_recording_only_are_counted(tmp_path):
+    for name, ticks, resets in (('short', 1, 1), ('long', 3, 2)):
+        with recorded(tmp_path / name) as run:
+            for _ in range(resets):
+                run.reset()
+                run.ticks(ticks)
+    found = compare(Recording(tmp_path / 'short'), Recording(tmp_path / 'long'))
+    assert found.compared == 1 and found.unmatched == 5 and not found.same
+
+
+def test_the_command_replays_with_the_recorded_parameters(tmp_path, capsys):
+    robot = tmp_path / 'robot.yaml'
+    robot.write_text(ROBOT_YAML)
+    parameters = {'policy': 'pi0', 'policy_config': 'tiny', 'embodiment': str(robot),
+                  'image_resize': 'letterbox', 'device': 'cpu', 'rollback_ticks': 4}
+    with recorded(tmp_path / 'run', parameters=parameters) as run:
+        run.reset()
+        run.ticks(2)
+    assert main(['replay', str(tmp_path / 'run')]) == 0
+    assert '2 ticks equal bit for bit, 0 different, 0 not replayed' in capsys.readouterr().out
+    assert main(['replay', str(tmp_path / 'run'), '--image-resize', 'refuse']) == 1
+    assert 'image_resize' in capsys.readouterr().out
+    assert main(['compare', str(tmp_path / 'run'), str(tmp_path / 'run')]) == 0
+    assert main(['replay', str(tmp_path / 'none')]) == 2
+
+
+def test_the_command_asks_for_a_parameter_that_was_not_recorded(tmp_path, capsys):
+    with recorded(tmp_path / 'run') as run:
+        run.reset()
+        run.ticks(1)
+    assert main(['replay', str(tmp_path / 'run')]) == 2
+    assert 'give --embodiment' in capsys.readouterr().err
+
+
+def test_replaying_imports_no_ros(tmp_path):
+    code = (
+        'import sys, json\n'
+        'class Refuse:\n'
+        '    def find_spec(self, name, path=None, target=None):\n'
+        '        if name.split(".")[0] in ("rclpy", "sensor_msgs", "rosidl_pycommon"):\n'
+        '            raise ImportError(name)\n'
+        'sys.meta_path.insert(0, Refuse())\n'
+        'import flashrt_ros.bag.replay, flashrt_ros.bag.compare\n'
+        'print(json.dumps("rclpy" in sys.modules))\n')
+    done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) is False
