@@ -51,7 +51,9 @@ class Switches:
     error: Exception | None = None  # raised by the next ticks
     lost: bool = False  # the lane reports a lost device
     bind_error: Exception | None = None
-    gate: threading.Event | None = None  # the middle segment waits for it
+    gate: threading.Event | None = None  # a segment waits for it
+    gated: str = 'think'
+    waiting: int = 0  # times a segment has come to the gate
     inputs: list[TickInput] = field(default_factory=list)
 
 
@@ -164,8 +166,10 @@ class FakeSession:
             s = self.switches
             if s.segment_s:
                 time.sleep(s.segment_s)
-            if name == 'think' and s.gate is not None:
-                s.gate.wait(30)
+            gate = s.gate
+            if name == s.gated and gate is not None:
+                s.waiting += 1
+                gate.wait(30)
             if name == 'think' and s.error is not None:
                 raise s.error
             if name == 'act':

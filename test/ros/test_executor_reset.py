@@ -126,6 +126,49 @@ def test_a_result_in_flight_at_a_reset_is_never_played(tmp_path: Path) -> None:
         assert all(e == 2 for at, e in recorder.chunks if at > replied)
 
 
+def test_a_tick_in_its_last_segment_ends_but_is_not_played_after_a_reset(tmp_path: Path) -> None:
+    policy = FakePolicy()
+    with rig(tmp_path, policy) as r:
+        r.reset(set_seed=True, seed=1)
+        r.until_phase('ticking')
+        recorder = Recorder(r)
+        policy.switches.gated = 'act'
+        gate = policy.switches.gate = threading.Event()
+        wait_until(lambda: policy.switches.waiting, 'the last segment')
+        done: list[object] = []
+        caller = threading.Thread(
+            target=lambda: done.append(r.call('reset', set_seed=True, seed=9)))
+        caller.start()
+        wait_until(lambda: r.executor.control.changing, 'the reset to wait for the segment')
+        policy.switches.gate = None
+        gate.set()
+        caller.join(20)
+        replied = time.monotonic_ns()
+        r.until_phase('ticking')
+        wait_until(lambda: [v for at, v in recorder.commands if at > replied], 'a new command')
+        assert r.executor.report.counters['results_dropped'] == 1
+        assert {e for at, e in recorder.chunks if at > replied} == {2}
+        assert all(abs(v - level(9)) < LEVEL_STEP / 2
+                   for at, v in recorder.commands if at > replied)
+
+
+def test_the_first_tick_of_an_epoch_sees_only_what_arrived_after_the_reset(tmp_path: Path) -> None:
+    with rig(tmp_path, max_joint_age_s=60.0, max_image_age_s=60.0, max_skew_s=60.0) as r:
+        r.run()
+        r.arm.frozen = {'joint_states', 'images/top', 'images/wrist'}
+        r.arm.obey = False
+        r.call('hold', cause='test')
+        wait_until(lambda: r.policy.sessions[0].lane.idle, 'the last tick to end')
+        given = len(r.policy.switches.inputs)
+        replied = r.reset()
+        r.until_phase('resync')
+        r.arm.position = np.array([0.11, 0.12, 0.13, 0.14])
+        r.arm.frozen = set()
+        wait_until(lambda: len(r.policy.switches.inputs) > given, 'the first tick')
+        assert np.allclose(r.policy.switches.inputs[given].state, r.arm.position)
+        assert replied.epoch == 2
+
+
 def test_after_a_rollback_with_a_displaced_arm_the_first_command_starts_from_the_measured_pose(
         tmp_path: Path) -> None:
     with rig(tmp_path) as r:

@@ -124,6 +124,18 @@ def test_a_subgoal_from_before_a_restore_is_not_latched_again(tmp_path: Path) ->
             'subgoal_refused'), 'the mark is never restored'
 
 
+def test_a_subgoal_that_no_tick_has_latched_is_dropped_by_a_reset(tmp_path: Path) -> None:
+    with rig(tmp_path) as r:
+        r.run()
+        r.call('hold', cause='test')
+        r.call('set_subgoal', subgoal=Subgoal(tokens=[5]))
+        epoch = r.reset().epoch
+        wait_until(lambda: sum(c.epoch == epoch for c in r.chunks) >= 2, 'ticks of the new epoch')
+        assert {c.subgoal_sequence for c in r.chunks if c.epoch == epoch} == {0}
+        assert r.executor.report.counters['subgoals_dropped_by_reset'] == 1
+        assert r.executor.engine.slot.requested == 1
+
+
 def test_an_interrupt_drops_the_running_tick_and_the_next_one_latches_it(tmp_path: Path) -> None:
     import threading
     with rig(tmp_path) as r:
