@@ -290,8 +290,20 @@ class Conductor:
 
     def strangers(self) -> list[str]:
         """Nodes on this domain that the group did not start."""
-        own = {self._executor_name, self._robot_name, 'conductor', 'planner', 'cameras'}
-        return sorted({n for n, _ in self.node.get_node_names_and_namespaces() if n not in own})
+        names = [
+            f'{namespace.rstrip("/")}/{name}'
+            for name, namespace in self.node.get_node_names_and_namespaces()
+            if not name.startswith('_')  # hidden, e.g. the daemon of ros2cli
+        ]
+        base = self.node.get_namespace().rstrip('/')
+        for process in self.group.processes:
+            # Nodes of the group and this one are expected once each; a second one is a stranger.
+            expected = f'{base}/{process.name}'
+            if expected in names:
+                names.remove(expected)
+        if f'{base}/conductor' in names:
+            names.remove(f'{base}/conductor')
+        return sorted(names)
 
     def wait_for_services(self, timeout_s: float, *, robot: bool = True) -> None:
         """Wait until the servers are discovered.

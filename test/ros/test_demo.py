@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from flashrt_ros.demo.terminal import Terminal
+from flashrt_ros.processes import ProcessGroup
 from flashrt_ros.ros_environment import SOURCE_ROOT
 
 pytest.importorskip('rclpy')
@@ -132,3 +133,14 @@ def test_the_terminal_redraws_its_line_on_a_tty():
     terminal.done()
     assert out.getvalue().count('\n') == 1
     assert '█' in out.getvalue()
+
+
+def test_a_domain_where_others_talk_is_refused_with_their_names(tmp_path):
+    with ProcessGroup(tmp_path / 'log') as group:
+        robot = group.start('tabletop', namespace='elsewhere', params={'lock_step': True})
+        group.wait_for(lambda: 'lock-step' in robot.log(), 60, 'the other robot')
+        domain = str(group.domain_id)
+        done = _demo('--quick', '--domain-id', domain, '--out', str(tmp_path / 'demo'))
+    assert done.returncode == 2
+    assert '/elsewhere/tabletop' in done.stdout
+    assert 'leave out --domain-id' in done.stdout
