@@ -31,6 +31,7 @@ from flashrt_ros.executor_tick import Pending
 from flashrt_ros.executor_tick import Ports
 from flashrt_ros.executor_tick import Prepared
 from flashrt_ros.executor_tick import TickBook
+from flashrt_ros.executor_tick import TickTimes
 from flashrt_ros.hold import Cause
 from flashrt_ros.hold import Phase
 from flashrt_ros.hold import TickWatch
@@ -38,12 +39,10 @@ from flashrt_ros.observations import first_error
 from flashrt_ros.observations import ObservationWatch
 from flashrt_ros.observations import StreamVerdict
 from flashrt_ros.statistics import Counters
-from flashrt_ros.statistics import Ring
 from flashrt_ros.subgoals import Subgoal
 from flashrt_ros.subgoals import SubgoalSlot
 
 COUNTERS = ('ticks', 'ticks_dropped', 'results_dropped', 'chunks_too_late', 'interrupts')
-STAGES = ('collect', 'submit', 'inference', 'finish', 'tick', 'received_to_submit')
 _IDLE_WAIT_S = 0.02
 
 
@@ -74,9 +73,7 @@ class Engine:
         self.ports = Ports.of(session)
         embodiment.check_dims(self.ports.state_dim, self.ports.action_dim)
         embodiment.check_views(tuple(self.ports.views))
-        self.rings = {name: Ring(warm_up=1) for name in STAGES}
-        for segment in session.plan_keys[1]:
-            self.rings[f'segment {segment}'] = Ring(warm_up=1)
+        self.times = TickTimes(session.plan_keys[1])
         self.lock_step = bool(parameters['lock_step'])
         self.slot = SubgoalSlot(max_tokens=max(1, self.ports.subgoal_tokens),
                                 vocabulary=int(session.config.vocab), counters=counters)
@@ -104,7 +101,7 @@ class Engine:
         self._dropping: Future[None] | None = None
         self._tick_step = 0
         self._urgent = False
-        self._active = False
+        self.active = False  # whether it ticks or would tick
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
         control.measured = self.observations.measured
@@ -116,7 +113,7 @@ class Engine:
 
     def start(self) -> None:
         """Begin to tick: through resync, or only after a reset when one is required."""
-        self._active = True
+        self.active = True
         self.control.fresh_after_ns = time.monotonic_ns()
         self.control.clear(Cause.DEACTIVATE)
         if not self.lock_step:
@@ -126,16 +123,11 @@ class Engine:
     def stop(self, timeout_s: float) -> None:
         """Hold, publish the hold whatever was said before, end the tick thread."""
         self.control.hold(Cause.DEACTIVATE, force=True)
-        self._active = False
+        self.active = False
         self.wake()
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.join(timeout_s)
-
-    @property
-    def active(self) -> bool:
-        """Whether it ticks or would tick."""
-        return self._active
 
     def wake(self) -> None:
         """Have the tick thread look again; any thread."""
@@ -234,7 +226,7 @@ class Engine:
             raise
 
     def _loop(self) -> None:
-        while self._active:
+        while self.active:
             try:
                 self._round()
             except ObservationError as error:
@@ -244,7 +236,6 @@ class Engine:
                 pass  # held and told where it was found
             except Exception as error:
                 self.fault(error)
-                self._wake.wait(_IDLE_WAIT_S)
 
     def _round(self) -> None:
         self._wake.clear()
@@ -271,7 +262,7 @@ class Engine:
 
     def _tick_due(self) -> bool:
         phase = self.control.holds.phase
-        if not self._active or self.control.changing or phase not in (Phase.RUN, Phase.RESYNC):
+        if not self.active or self.control.changing or phase not in (Phase.RUN, Phase.RESYNC):
             return False
         player = self.control.player
         return (phase is Phase.RESYNC or self._urgent or player.exhausted
@@ -323,16 +314,8 @@ class Engine:
             control.hold(Cause.TICK_DEADLINE,
                          message=f'{self.watch.misses_in_a_row} ticks in a row were late')
         self.session.lane.call(lambda: self._mark(generation))
-        finished = time.perf_counter()
-        for stage, seconds in (
-                ('collect', collected - begun), ('submit', submitted - collected),
-                ('inference', inferred - submitted), ('finish', finished - inferred),
-                ('tick', finished - begun)):
-            self.rings[stage].record(seconds * 1e6)
-        self.rings['received_to_submit'].record(
-            (prepared.started_ns - observation.oldest_received_ns) / 1e3)
-        for segment, microseconds in chunk.segments_us.items():
-            self.rings[f'segment {segment}'].record(microseconds)
+        self.times.record((begun, collected, submitted, inferred, time.perf_counter()),
+                          prepared, chunk)
         return played
 
     def _delay(self) -> int:
@@ -401,7 +384,7 @@ class Engine:
         self.watch.dropped()
         lost = self._faults.unexpected(error)
         if lost is not None:
-            self._active = False
+            self.active = False
             self.control.outputs.device_lost(lost)
 
     def _drop_running(self) -> None:

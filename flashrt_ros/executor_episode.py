@@ -17,6 +17,7 @@ from flashrt_core.errors import LaneBusy
 from flashrt_core.errors import ParameterInvalid
 from flashrt_ros.action import RunEpisode
 from flashrt_ros.executor_control import Control
+from flashrt_ros.futures import wake
 from flashrt_ros.hold import Cause
 from flashrt_ros.hold import Phase
 from flashrt_ros.lifecycle import ACTIVE
@@ -66,6 +67,7 @@ class EpisodeServer:
         run = self._run
         if run is not None and not run.ended.done():
             run.ended.set_result(termination)
+            wake(self._node)
 
     async def _execute(self, goal: ServerGoalHandle) -> RunEpisode.Result:
         result = RunEpisode.Result(code='ok')

@@ -117,7 +117,11 @@ def document() -> str:
             'Times are in seconds, sizes in bytes. *fixed*: set at start, a change needs a new '
             'configure of the process.\nEvery topic also has '
             '`qos_overrides.<topic>.<publisher|subscription>.{history,depth,reliability}`.\n\n'
-            + ParameterTable(SPECS).markdown())
+            + ParameterTable(SPECS).markdown()
+            + '\n## Exit status\n\n'
+            '0 after SIGINT or SIGTERM, 2 for a parameter that is refused at start, 75 when the '
+            'device is lost: start it anew\n(`respawn=True` in a launch file), it captures and '
+            'loads C0 again; a second signal ends it at once with 128 + its number.\n')
 
 
 if __name__ == '__main__':

@@ -84,7 +84,7 @@ class ExecutorReport:
         section.add_counts(self.counters.snapshot())
         if engine is None:
             return
-        section.add_stages({name: ring.summary() for name, ring in engine.rings.items()})
+        section.add_stages({name: ring.summary() for name, ring in engine.times.rings.items()})
         misses = engine.watch.misses_in_a_row
         section.add('deadline_misses_in_a_row', misses)
         if engine.watch.level == 'error':

@@ -3,6 +3,7 @@
 No locks and no ROS here; the engine calls it on the tick side under its own rules.
 """
 
+from collections.abc import Iterable
 from collections.abc import Mapping
 from dataclasses import dataclass
 from dataclasses import field
@@ -23,6 +24,7 @@ from flashrt_ros.control_loop import TickStart
 from flashrt_ros.embodiment import Embodiment
 from flashrt_ros.executor_observation import Observation
 from flashrt_ros.observations import StreamVerdict
+from flashrt_ros.statistics import Ring
 from flashrt_ros.subgoals import SubgoalSlot
 
 
@@ -161,6 +163,29 @@ class TickBook:
             return 0
         at_step, delay = self._committed
         return start.at_step - at_step - delay
+
+
+class TickTimes:
+    """Microseconds of each stage of the ticks, the first one left out; tick side records."""
+
+    STAGES = ('collect', 'submit', 'inference', 'finish')
+
+    def __init__(self, segments: Iterable[str]) -> None:
+        names = [*self.STAGES, 'tick', 'received_to_submit', *(f'segment {s}' for s in segments)]
+        self.rings = {name: Ring(warm_up=1) for name in names}
+
+    def record(self, moments: tuple[float, ...], prepared: Prepared, chunk: Chunk) -> None:
+        """Record one tick.
+
+        :param moments: perf_counter seconds at the begin and after each of STAGES.
+        """
+        for stage, begin, end in zip(self.STAGES, moments, moments[1:], strict=False):
+            self.rings[stage].record((end - begin) * 1e6)
+        self.rings['tick'].record((moments[-1] - moments[0]) * 1e6)
+        self.rings['received_to_submit'].record(
+            (prepared.started_ns - prepared.observation.oldest_received_ns) / 1e3)
+        for segment, microseconds in chunk.segments_us.items():
+            self.rings[f'segment {segment}'].record(microseconds)
 
 
 def graph_keys(chunk: Chunk) -> list[str]:

@@ -79,6 +79,15 @@ def test_an_episode_ends_by_duration_hold_and_reset(tmp_path: Path) -> None:
         assert not r.executor.control.holds.causes, 'the new episode is not held'
 
 
+def test_deactivate_ends_an_episode_with_held(tmp_path: Path) -> None:
+    from lifecycle_msgs.msg import Transition
+    with rig(tmp_path) as r:
+        episode = Episode(r, reset=True)
+        wait_until(lambda: episode.feedback, 'it to run')
+        assert r.executor.transition(Transition.TRANSITION_DEACTIVATE)
+        assert episode.result()[1].termination == 'held'
+
+
 def test_bad_goals_are_refused_with_a_code(tmp_path: Path) -> None:
     with rig(tmp_path) as r:
         for goal, code in (({'max_duration_s': -1.0}, 'parameter_invalid'),
