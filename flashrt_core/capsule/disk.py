@@ -193,9 +193,11 @@ class DiskTier:
             files.remove(self._fd, files.file_name(*key))
 
     def close(self) -> None:
-        """Finish what is being written and let go of the directory."""
+        """Finish what is being written and let go of the directory; twice is allowed."""
         self._writer.shutdown(wait=True)
-        os.close(self._fd)
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
     def _used(self) -> int:
         return sum(stored.file_bytes for stored in self._files.values())

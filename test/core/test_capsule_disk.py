@@ -242,7 +242,7 @@ def test_links_pipes_and_misnamed_files_are_skipped_with_a_reason(
     real = tmp_path / 'real' / 'C0.capsule'
     odd = tmp_path / 'odd'
     odd.mkdir()
-    (odd / 'link.capsule').symlink_to(real)
+    (odd / 'C0.capsule').symlink_to(real)
     (odd / 'other.capsule').write_bytes(real.read_bytes())
     (odd / 'empty.capsule').write_bytes(b'')
     (odd / 'folder.capsule').mkdir()
@@ -251,12 +251,13 @@ def test_links_pipes_and_misnamed_files_are_skipped_with_a_reason(
     found = disk_store(backend, odd)
     assert found.list() == []
     skipped = {event.id for event in found.events if event.kind == 'skipped'}
-    assert skipped == {'link.capsule', 'other.capsule', 'empty.capsule', 'folder.capsule',
+    assert skipped == {'C0.capsule', 'other.capsule', 'empty.capsule', 'folder.capsule',
                        'pipe.capsule'}
     with pytest.raises(CapsuleError, match='exists'):
-        found.snapshot(session.boundary, 'link')
-        found.move('link', 'disk')
+        found.snapshot(session.boundary, 'C0')
+        found.move('C0', 'disk')
     assert real.exists()
+    found.close()
     found.close()
 
 
