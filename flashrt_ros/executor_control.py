@@ -61,7 +61,7 @@ class Outputs(Protocol):
     def tick_input(self, chunk: Chunk, prepared: Prepared) -> None:
         """Publish what a committed tick took in."""
 
-    def chunk(self, chunk: Chunk, actions: Vector, first_step: int) -> None:
+    def chunk(self, chunk: Chunk, prepared: Prepared, actions: Vector, first_step: int) -> None:
         """Publish the actions of a tick that is put into play."""
 
     def heartbeat(self) -> None:

@@ -360,7 +360,7 @@ class Engine:
             now if self.lock_step else prepared.observation.oldest_received_ns, now)
         if not control.stream:
             control.publish_chunk(guarded.actions, first)
-        control.outputs.chunk(chunk, guarded.actions, first)
+        control.outputs.chunk(chunk, prepared, guarded.actions, first)
         control.outputs.heartbeat()
         control.emit(transition)
         control.outputs.status()

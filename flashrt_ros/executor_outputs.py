@@ -90,7 +90,8 @@ class ExecutorOutputs:
         """Publish ~/tick_input."""
         self._tick_inputs.publish(self._tick_input(chunk, prepared))
 
-    def chunk(self, chunk: Chunk, actions: NDArray[np.float64], first_step: int) -> None:
+    def chunk(self, chunk: Chunk, prepared: Prepared, actions: NDArray[np.float64],
+              first_step: int) -> None:
         """Publish ~/chunk."""
         self._chunks.publish(self.chunk_message(
             actions, tick=chunk.tick, branch=0, first_step=first_step,

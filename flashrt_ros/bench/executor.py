@@ -33,6 +33,7 @@ class StopWatch:
         self.ticks: list[dict[str, int]] = []
         self.orders: list[tuple[int, str, int]] = []  # (when, change|chunk|command, epoch)
         self.begun = self.submitted = self.inferred = self.commanded = 0
+        self.prepared: Any = None  # the tick under way; ticks run one after the other
         self._lock = threading.Lock()
 
     def fit(self, node: ExecutorNode) -> None:
@@ -41,7 +42,7 @@ class StopWatch:
         assert engine is not None and control is not None
         observations, session = engine.observations, engine.session
         take_image, submit, judge = observations.on_image, session.submit, engine.ages.judge
-        publish_tick, trajectory = outputs.tick, outputs.trajectory
+        publish_chunk, trajectory, prepare = outputs.chunk, outputs.trajectory, engine.book.prepare
         command, end_change = outputs.command, control.end_change
 
         def on_image(view: str, message: Any, now: Any, compressed: bool) -> None:
@@ -67,9 +68,14 @@ class StopWatch:
             trajectory(*args)
             self.commanded = time.monotonic_ns()
 
-        def on_tick(chunk: Any, prepared: Any, *args: Any) -> None:
+        def on_prepare(*args: Any) -> Any:
+            self.prepared = prepare(*args)
+            return self.prepared
+
+        def on_chunk(*args: Any) -> None:
+            prepared = self.prepared
             self.orders.append((time.monotonic_ns(), 'chunk', prepared.start.epoch))
-            publish_tick(chunk, prepared, *args)
+            publish_chunk(*args)
             self._note_tick(prepared, time.monotonic_ns(), control.stream)
 
         def on_command(*args: Any) -> None:
@@ -85,7 +91,8 @@ class StopWatch:
             (engine.ages, 'judge', on_judge),
             (session, 'submit', on_submit),
             (outputs, 'trajectory', on_trajectory),
-            (outputs, 'tick', on_tick),
+            (outputs, 'chunk', on_chunk),
+            (engine.book, 'prepare', on_prepare),
             (outputs, 'command', on_command),
             (control, 'end_change', on_end_change),
         ):
