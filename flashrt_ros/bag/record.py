@@ -16,18 +16,14 @@ from rclpy.parameter_client import AsyncParameterClient
 from rclpy.qos import DurabilityPolicy
 from rclpy.qos import QoSProfile
 from rclpy.qos import ReliabilityPolicy
-from rosbags.rosbag2 import StoragePlugin
-from rosbags.rosbag2 import Writer
-from rosbags.rosbag2 import WriterError
 
 from flashrt_core.errors import ConfigError
 from flashrt_ros.bag.message_types import message_class
-from flashrt_ros.bag.message_types import writing_typestore
+from flashrt_ros.bag.recording import EXECUTOR_KEY
+from flashrt_ros.bag.recording import PARAMETERS_KEY
+from flashrt_ros.bag.writer import BagWriter
 from flashrt_ros.executor_parameters import SPECS
 
-PARAMETERS_KEY = 'flashrt.executor_parameters'
-EXECUTOR_KEY = 'flashrt.executor'
-STORAGE = {'mcap': StoragePlugin.MCAP, 'sqlite3': StoragePlugin.SQLITE3}
 _OWN = ('tick_input', 'chunk', 'events', 'status')
 _BESIDE = ('joint_states', 'subgoal', 'joint_trajectory')
 _LOOK_S = 0.2
@@ -35,7 +31,7 @@ _DEPTH = 200
 
 
 class Recorder(Node):
-    """Subscribes to an executor's inputs and outputs as they appear; one thread spins it."""
+    """Subscribes to an executor's inputs and outputs as they appear."""
 
     def __init__(
         self, path: str | Path, *, executor: str = '/executor', storage: str = 'mcap', **node: Any
@@ -47,32 +43,25 @@ class Recorder(Node):
         :param node: arguments of rclpy's Node.
         :raises ConfigError: when the folder exists or an argument is refused.
         """
-        if storage not in STORAGE:
-            raise ConfigError(f'storage is {storage!r}; give one of {", ".join(STORAGE)}')
         if not executor.startswith('/') or executor.endswith('/'):
             raise ConfigError(f'executor is {executor!r}; give its full name, e.g. /arm1/executor')
+        self._writer = BagWriter(Path(path), storage)
+        self._writer.set_custom_data(EXECUTOR_KEY, executor)
         super().__init__('recorder', **node)
         self._recorded = executor
         self._inputs = executor.rpartition('/')[0]
-        self._typestore = writing_typestore()
         self._wall = Clock(clock_type=ClockType.SYSTEM_TIME)
-        self._writer = Writer(Path(path), version=9, storage_plugin=STORAGE[storage])
-        try:
-            self._writer.open()
-        except (WriterError, OSError) as reason:
-            raise ConfigError(
-                f'recording {path} cannot be made ({reason}); give a folder that does not exist'
-            ) from reason
-        self._writer.set_custom_data(EXECUTOR_KEY, executor)
         self.counts: dict[str, int] = {}
         self._names = [spec.name for spec in SPECS]
         self._asked: Any = None
         self._parameter_client = AsyncParameterClient(self, executor)
-        self._timer = self.create_timer(_LOOK_S, self._look, clock=Clock())
+        self._timer = self.create_timer(
+            _LOOK_S, self._look, clock=Clock(clock_type=ClockType.STEADY_TIME)
+        )
         self._look()
 
     def close(self) -> None:
-        """Write what is buffered and the index; the thread that spins it."""
+        """Write what is buffered and the index; drop what comes later. Any thread."""
         self._timer.cancel()
         self._writer.close()
 
@@ -118,11 +107,10 @@ class Recorder(Node):
                 DurabilityPolicy.TRANSIENT_LOCAL if latched else DurabilityPolicy.VOLATILE
             ),
         )
-        connection = self._writer.add_connection(topic, kind, typestore=self._typestore)
         self.counts[topic] = 0
 
         def keep(data: bytes) -> None:
-            self._writer.write(connection, self._wall.now().nanoseconds, data)
+            self._writer.write(topic, kind, self._wall.now().nanoseconds, data)
             self.counts[topic] += 1
 
         self.create_subscription(message_class(kind), topic, keep, profile, raw=True)

@@ -187,7 +187,7 @@ class Replayer:
         seed = self._new_seed
         if seed is None and self._seed is not None and given.seed != self._seed:
             seed = int(given.seed)
-        chunk = self._session.tick(
+        chunk = self._session.submit(
             TickInput(
                 images=images,
                 state=state,
@@ -196,9 +196,8 @@ class Replayer:
                 subgoal=self._subgoal(tick),
                 prompt=self._prompt,
                 seed=seed,
-            ),
-            _TIMEOUT_S,
-        )
+            )
+        ).result(_TIMEOUT_S)
         self._on_lane(lambda: self._store.mark(self._session.boundary))
         return chunk
 

@@ -13,8 +13,8 @@ from flashrt_core.policies import SubgoalWrite
 from flashrt_core.policies import TickInput
 from flashrt_core.runtime import cpu_backend
 from flashrt_ros.bag.message_types import writing_typestore
-from flashrt_ros.bag.record import EXECUTOR_KEY
-from flashrt_ros.bag.record import PARAMETERS_KEY
+from flashrt_ros.bag.recording import EXECUTOR_KEY
+from flashrt_ros.bag.recording import PARAMETERS_KEY
 from flashrt_ros.bag.replay import Replayer
 from flashrt_ros.conversions import digest
 from flashrt_ros.conversions import JointReader

@@ -13,6 +13,7 @@ import pytest
 from rosbags.rosbag2 import StoragePlugin
 
 from flashrt_core.errors import ConfigError
+from flashrt_core.policies import SubgoalWrite
 from flashrt_ros.bag.__main__ import main
 from flashrt_ros.bag.compare import compare
 from flashrt_ros.bag.recording import Recording
@@ -117,6 +118,21 @@ def test_a_recording_that_began_too_late_says_so_and_goes_on_at_the_next_reset(t
         run.ticks(2)
     report = replay(Recording(tmp_path / 'run'))
     assert 'record from a reset' in report.gaps[0] and report.equal == 2
+
+
+def test_a_subgoal_is_written_once(tmp_path, monkeypatch):
+    with recorded(tmp_path / 'run') as run:
+        run.reset()
+        run.subgoal([9])
+        run.ticks(3)
+    written = []
+
+    def spy(sequence, tokens):
+        written.append(sequence)
+        return SubgoalWrite(sequence, tokens)
+
+    monkeypatch.setattr('flashrt_ros.bag.replay.SubgoalWrite', spy)
+    assert replay(Recording(tmp_path / 'run')).exact and written == [1]
 
 
 def test_a_subgoal_without_its_event_is_named(tmp_path):
