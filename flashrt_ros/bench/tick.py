@@ -69,7 +69,9 @@ def run(arguments: argparse.Namespace) -> Report:
 
 def _report(arguments: argparse.Namespace, running: Rig, growth: float, heard: int) -> Report:
     samples: dict[str, Any] = running.samples
-    warm = [tick for tick in samples.get('ticks', []) if not tick['resync']][5:]
+    # A chunk that came too late for its hold was published nowhere: its command is an older one.
+    played = [t for t in samples.get('ticks', []) if t['published'] >= t['inferred']]
+    warm = [tick for tick in played if not tick['resync']][5:]
     if not warm:
         raise ConfigError(
             f'no tick was measured in {arguments.seconds:g} s; give more --seconds, or see why '
