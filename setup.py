@@ -1,4 +1,4 @@
-"""The pip build: runs the CMake install that colcon runs, and packs what it installed into a wheel."""
+"""The pip build: runs the CMake install that colcon runs and packs the result into a wheel."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ class BinaryDistribution(Distribution):
 
 
 class BuildWithCMake(build_py):
-    """Python and type support go to site-packages; launch, config, lib and share become data files."""
+    """Python and type support go to site-packages; lib and share become data files."""
 
     def run(self) -> None:
+        # Modules that the sources no longer have must not be packed again.
+        shutil.rmtree(self.build_lib, ignore_errors=True)
         super().run()
         scratch = Path(self.get_finalized_command('build').build_temp).resolve()
         stage = scratch / 'stage'
@@ -53,6 +55,10 @@ def cmake_install(build: Path, stage: Path) -> None:
     prefix = os.environ.get('AMENT_PREFIX_PATH') or sys.prefix
     path = os.path.join(sys.prefix, 'bin') + os.pathsep + os.environ.get('PATH', os.defpath)
     env = dict(os.environ, AMENT_PREFIX_PATH=prefix, PATH=path)
+    if shutil.which('ccache', path=path):
+        env |= {'CMAKE_C_COMPILER_LAUNCHER': 'ccache', 'CMAKE_CXX_COMPILER_LAUNCHER': 'ccache',
+                'CCACHE_BASEDIR': str(HERE), 'CCACHE_NOHASHDIR': '1',
+                'CCACHE_DIR': env.get('CCACHE_DIR') or str(HERE / 'build' / 'ccache')}
     cmake = shutil.which('cmake', path=path)
     if not cmake:
         raise SystemExit('cmake is needed to build the ROS interfaces: pip install cmake ninja')

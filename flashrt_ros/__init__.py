@@ -1,4 +1,4 @@
-"""ROS 2 side of flashrt: nodes, conversions and parameters; imports nothing, so messages load fast."""
+"""ROS 2 side of flashrt: nodes, conversions, parameters. Imports nothing: messages load fast."""
 
 from pkgutil import extend_path
 

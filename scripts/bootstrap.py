@@ -29,6 +29,7 @@ PYTHON = VENV / 'bin' / 'python'
 LOG = VENV / 'bootstrap.log'
 REQUIREMENTS = ROOT / 'requirements'
 CPU_INDEX = 'https://download.pytorch.org/whl/cpu'
+PINS = ('build', 'ros', 'runtime', 'dev', 'torch-cpu', 'torch-cuda')
 PROBE_TIMEOUT_S = 3.0
 
 
@@ -50,10 +51,16 @@ def digest(paths: Iterable[Path], *extra: str) -> str:
     return total.hexdigest()
 
 
-def stage(name: str, key: str, work: Callable[[], None]) -> None:
-    """Run `work` unless the stamp of stage `name` holds `key`; stamp it afterwards."""
+def stamped(name: str, key: str) -> bool:
+    """Say whether stage `name` was completed from what `key` digests."""
     stamp = VENV / f'.stamp-{name}'
-    if stamp.is_file() and stamp.read_text() == key:
+    return stamp.is_file() and stamp.read_text() == key
+
+
+def stage(name: str, key: str, work: Callable[[], None]) -> None:
+    """Run `work` unless stage `name` is stamped with `key`; stamp it afterwards."""
+    stamp = VENV / f'.stamp-{name}'
+    if stamped(name, key):
         return
     stamp.unlink(missing_ok=True)
     started = time.monotonic()
@@ -110,6 +117,8 @@ def required(ok: bool, what: str) -> None:
 
 def make_venv() -> None:
     """Create .venv; one of another Python or another place is replaced."""
+    for old in (*VENV.glob('.stamp-*'), *VENV.glob('bin/*')):
+        old.unlink()
     shutil.rmtree(VENV / 'lib', ignore_errors=True)
     venv.create(VENV, with_pip=True, symlinks=True)
     # A venv inside a colcon workspace must not be searched for packages.
@@ -164,7 +173,8 @@ def count(path: Path) -> int:
 def install_packages(kind: str) -> None:
     """Install every pin with its hashes; sdists are built with the pinned setuptools."""
     build = REQUIREMENTS / 'build.txt'
-    required(pip('--require-hashes', '-r', str(build)), 'installing pip and setuptools')
+    required(pip('--require-hashes', '-r', str(build), expected=count(build)),
+             'installing pip and setuptools')
     install_torch(kind)
     files = [REQUIREMENTS / f'{name}.txt' for name in ('ros', 'runtime', 'dev')]
     names = [part for path in files for part in ('-r', str(path))]
@@ -173,7 +183,8 @@ def install_packages(kind: str) -> None:
     # Our sources come before the installed copy, from any working folder, yet after PYTHONPATH.
     site = next(VENV.glob('lib/python3*/site-packages'))
     (site / 'flashrt_ros_source.pth').write_text(
-        f'import sys; sys.path.insert(sys.path.index({str(site)!r}), {str(ROOT)!r})\n')
+        f'import sys; {str(ROOT)!r} in sys.path or '
+        f'sys.path.insert(sys.path.index({str(site)!r}), {str(ROOT)!r})\n')
 
 
 def compiler_present() -> None:
@@ -192,7 +203,7 @@ def compiler_present() -> None:
 
 
 def install_interfaces() -> None:
-    """Build and install this package; needed again only when an interface or CMake file changed."""
+    """Build and install this package; its Python stays live in the checkout."""
     required(pip('-v', '--no-build-isolation', '--no-deps', '--force-reinstall', str(ROOT)),
              'building the ROS interfaces')
 
@@ -214,16 +225,15 @@ def main() -> int:
     fcntl.flock(lock, fcntl.LOCK_EX)
     try:
         VENV.mkdir(exist_ok=True)
+        interfaces = digest(interface_files())
+        if not (options.only_packages or stamped('interfaces', interfaces)):
+            compiler_present()
         stage('python', digest([]), make_venv)
         kind = torch_kind()
-        pins = [*REQUIREMENTS.glob('*.txt')]
+        pins = [REQUIREMENTS / f'{name}.txt' for name in PINS]
         stage('packages', digest(pins, kind), lambda: install_packages(kind))
         if not options.only_packages:
-            files = interface_files()
-            key = digest(files)
-            if not (VENV / '.stamp-interfaces').is_file():
-                compiler_present()
-            stage('interfaces', key, install_interfaces)
+            stage('interfaces', interfaces, install_interfaces)
     except BootstrapError as err:
         say(str(err))
         return 1

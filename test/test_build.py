@@ -1,0 +1,206 @@
+"""The build: package manifest, pins, bootstrap stages, executables, the CI script."""
+
+from __future__ import annotations
+
+import ast
+import configparser
+import importlib.util
+from pathlib import Path
+import re
+import socket
+import subprocess
+import sys
+from types import ModuleType
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PINNED = ('build', 'ros', 'runtime', 'dev', 'torch-cpu', 'torch-cuda')
+
+
+@pytest.fixture
+def bootstrap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Give scripts/bootstrap.py with an empty folder for its .venv."""
+    spec = importlib.util.spec_from_file_location('bootstrap', ROOT / 'scripts' / 'bootstrap.py')
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, 'VENV', tmp_path)
+    monkeypatch.setattr(module, 'LOG', tmp_path / 'bootstrap.log')
+    return module
+
+
+def manifest() -> ElementTree.Element:
+    """Parse package.xml."""
+    return ElementTree.parse(ROOT / 'package.xml').getroot()
+
+
+def console_scripts() -> dict[str, str]:
+    """Read setup.cfg's list of executables: name -> module:function."""
+    config = configparser.ConfigParser()
+    config.read(ROOT / 'setup.cfg')
+    lines = config['options.entry_points']['console_scripts'].splitlines()
+    pairs = (line.split('=', 1) for line in lines if '=' in line)
+    return {name.strip(): target.strip() for name, target in pairs}
+
+
+def run(code: str, cwd: Path = ROOT) -> str:
+    """Run ``code`` in a fresh python of the venv."""
+    done = subprocess.run([sys.executable, '-c', code], cwd=cwd, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_catkin_pkg_accepts_the_manifest() -> None:
+    from catkin_pkg.package import parse_package
+
+    warnings: list[str] = []
+    package = parse_package(str(ROOT / 'package.xml'), warnings=warnings)
+    package.validate(warnings=warnings)
+    assert not warnings
+    assert package.get_build_type() == 'ament_cmake' and package.licenses == ['Apache-2.0']
+
+
+def test_the_manifest_declares_every_ros_package_that_is_imported() -> None:
+    declared = {element.text for element in manifest() if element.tag.endswith('depend')}
+    own = re.compile(r'^(rclpy|launch\w*|ament_\w+|\w+_msgs|\w+_interfaces)$')
+    imported: set[str] = set()
+    for path in [*(ROOT / 'flashrt_ros').rglob('*.py'), *(ROOT / 'launch').rglob('*.py')]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else (
+                [node.module] if isinstance(node, ast.ImportFrom) and node.module else [])
+            imported |= {name.split('.')[0] for name in names}
+    assert {name for name in imported if own.match(name)} <= declared
+
+
+def test_the_manifest_asks_rosdep_for_nothing_that_pip_must_bring() -> None:
+    declared = {element.text or '' for element in manifest() if element.tag.endswith('depend')}
+    assert not [key for key in declared if key.endswith('-pip') or 'torch' in key]
+
+
+def test_manifest_and_setup_cfg_agree_on_the_version() -> None:
+    config = configparser.ConfigParser()
+    config.read(ROOT / 'setup.cfg')
+    assert manifest().findtext('version') == config['metadata']['version']
+
+
+@pytest.mark.parametrize(('name', 'target'), console_scripts().items())
+def test_the_module_and_function_of_an_executable_exist(name: str, target: str) -> None:
+    module, function = target.split(':')
+    run(f'import importlib; assert callable(importlib.import_module({module!r}).{function})')
+
+
+def test_interfaces_are_found_from_the_source_root_and_from_elsewhere(tmp_path: Path) -> None:
+    code = ('from flashrt_ros.msg import ActionChunk; from flashrt_ros.action import RunEpisode; '
+            'import flashrt_ros; print(flashrt_ros.__file__)')
+    for folder in (ROOT, tmp_path):
+        file = Path(run(code, cwd=folder).strip())
+        assert file == ROOT / 'flashrt_ros' / '__init__.py', 'the live sources come first'
+
+
+def test_every_interface_file_has_a_python_class() -> None:
+    names = {kind: sorted(path.stem for path in (ROOT / kind).iterdir())
+             for kind in ('msg', 'srv', 'action')}
+    run('import importlib\n'
+        f'for kind, stems in {names!r}.items():\n'
+        '    module = importlib.import_module(f"flashrt_ros.{kind}")\n'
+        '    missing = [stem for stem in stems if not hasattr(module, stem)]\n'
+        '    assert not missing, f"{kind}: {missing}: run make build"\n')
+
+
+@pytest.mark.parametrize('name', PINNED)
+def test_every_pin_is_exact_and_hashed(name: str) -> None:
+    text = (ROOT / 'requirements' / f'{name}.txt').read_text()
+    entries = re.split(r'\n(?=\S)', re.sub(r'^#.*\n', '', text, flags=re.MULTILINE).strip())
+    assert entries
+    for entry in entries:
+        assert re.match(r'[\w.-]+={2,3}[\w.+!]+ ', entry), entry[:80]
+        assert '--hash=sha256:' in entry, entry[:80]
+    assert '://' not in text
+
+
+def test_one_package_has_one_version_in_all_requirements() -> None:
+    versions: dict[str, set[str]] = {}
+    for name in PINNED:
+        text = (ROOT / 'requirements' / f'{name}.txt').read_text()
+        for package, version in re.findall(r'^([\w.-]+)={2,3}([\w.!]+)', text, re.MULTILINE):
+            versions.setdefault(package, set()).add(version)
+    assert not {package: found for package, found in versions.items() if len(found) > 1}
+
+
+def test_a_stage_runs_once_and_again_when_its_inputs_change(bootstrap: ModuleType) -> None:
+    runs: list[str] = []
+    for key in ('a', 'a', 'b', 'b'):
+        bootstrap.stage('x', key, lambda key=key: runs.append(key))
+    assert runs == ['a', 'b']
+
+
+def test_a_stage_that_fails_is_not_stamped(bootstrap: ModuleType) -> None:
+    def fail() -> None:
+        raise bootstrap.BootstrapError('no')
+
+    bootstrap.stage('x', 'a', lambda: None)
+    with pytest.raises(bootstrap.BootstrapError):
+        bootstrap.stage('x', 'b', fail)
+    assert not bootstrap.stamped('x', 'a') and not bootstrap.stamped('x', 'b')
+
+
+def test_interfaces_are_rebuilt_for_a_message_not_for_python(bootstrap: ModuleType) -> None:
+    files = {path.relative_to(ROOT).as_posix() for path in bootstrap.interface_files()}
+    assert {'msg/ActionChunk.msg', 'CMakeLists.txt', 'cmake/pip_wheels.cmake'} <= files
+    assert not [name for name in files if name.startswith(('flashrt_', 'config', 'launch'))]
+
+
+def test_a_missing_compiler_is_named_with_the_package_that_brings_it(
+        bootstrap: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv('PATH', str(tmp_path))
+    with pytest.raises(bootstrap.BootstrapError, match=r'C\+\+ compiler.*apt install g\+\+'):
+        bootstrap.compiler_present()
+
+
+def test_a_server_that_never_answers_is_given_up_soon(
+        bootstrap: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bootstrap, 'PROBE_TIMEOUT_S', 0.2)
+    with socket.create_server(('127.0.0.1', 0)) as silent:
+        assert not bootstrap.reachable(f'http://127.0.0.1:{silent.getsockname()[1]}/')
+    assert not bootstrap.reachable('http://127.0.0.1:9/')
+
+
+@pytest.mark.parametrize(('kind', 'cpu_on_disk', 'index', 'expected'), [
+    ('cpu', True, False, ['torch-cpu']),
+    ('cpu', False, True, ['torch-cpu', 'torch-cpu --index-url']),
+    ('cpu', False, False, ['torch-cpu', 'torch-cuda']),
+    ('cuda', True, True, ['torch-cuda']),
+])
+def test_torch_is_taken_from_the_first_source_that_has_it(
+        bootstrap: ModuleType, monkeypatch: pytest.MonkeyPatch, kind: str, cpu_on_disk: bool,
+        index: bool, expected: list[str]) -> None:
+    calls: list[str] = []
+
+    def pip(*arguments: str, expected: int = 0) -> bool:
+        name = next(Path(part).stem for part in arguments if part.endswith('.txt'))
+        indexed = '--index-url' in arguments
+        calls.append(name + (' --index-url' if indexed else ''))
+        return name == 'torch-cuda' or indexed or cpu_on_disk
+
+    monkeypatch.setattr(bootstrap, 'pip', pip)
+    monkeypatch.setattr(bootstrap, 'reachable', lambda url: index)
+    bootstrap.install_torch(kind)
+    assert calls == expected
+
+
+@pytest.mark.parametrize(('status', 'summary'), [
+    (0, '===== 3 passed, 1 skipped in 2.00s ====='),
+    (1, '===== 1 failed, 2 passed in 2.00s ====='),
+])
+def test_the_ci_script_ends_with_the_summary_and_the_real_status(
+        tmp_path: Path, status: int, summary: str) -> None:
+    (tmp_path / '.ci').mkdir()
+    (tmp_path / '.ci' / 'run').write_text((ROOT / '.ci' / 'run').read_text())
+    (tmp_path / 'Makefile').write_text(f'test:\n\t@echo "{summary}"; exit {status}\n')
+    done = subprocess.run(['bash', '.ci/run'], cwd=tmp_path, text=True, capture_output=True)
+    assert (done.returncode != 0) == (status != 0)
+    lines = done.stdout.splitlines()
+    assert lines[-1] == summary
+    assert re.fullmatch(r'total time of \.ci/run: \d+ s', lines[-2])
