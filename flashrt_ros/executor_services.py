@@ -15,11 +15,14 @@ from rclpy.callback_groups import ReentrantCallbackGroup
 
 from flashrt_core.capsule import CapsuleInfo
 from flashrt_core.capsule import check_id
+from flashrt_core.errors import ActionJump
 from flashrt_core.errors import FlashrtError
+from flashrt_core.errors import ParameterInvalid
 from flashrt_core.errors import WrongState
 from flashrt_ros import srv
 from flashrt_ros.conversions import fill_stamp
 from flashrt_ros.conversions import stamp_to_ns
+from flashrt_ros.executor_episode import END
 from flashrt_ros.futures import run_in_pool
 from flashrt_ros.hold import Cause
 from flashrt_ros.lifecycle import ACTIVE
@@ -28,6 +31,9 @@ from flashrt_ros.msg import CapsuleInfo as CapsuleInfoMessage
 from flashrt_ros.msg import Subgoal as SubgoalMessage
 
 CONFIGURED = (INACTIVE, ACTIVE)
+RESERVED_CAUSES = frozenset(
+    value for name, value in vars(Cause).items() if name.isupper()) - {Cause.REQUEST} | {
+        ActionJump.code, END}
 _WORKERS = 4
 
 
@@ -216,6 +222,10 @@ class ExecutorServices:
 
     def _hold(self, request: srv.Hold.Request, response: srv.Hold.Response) -> str:
         cause = request.cause or Cause.REQUEST
+        if cause in RESERVED_CAUSES or len(cause) > 64 or not cause.isprintable():
+            raise ParameterInvalid(
+                f'cause is {cause!r:.80}; give up to 64 printable characters that are none of the '
+                f'executor\'s own causes {", ".join(sorted(RESERVED_CAUSES))}')
         self._asked_holds.add(cause)
         self._node.control.hold(cause, latch=request.latch)
         leave = '~/resume' if request.latch else '~/resume or ~/reset'

@@ -80,8 +80,8 @@ class Verbs:
             detail['prompt'] = list(pending.prompt)
         return self._go_to(
             'reset', capsule_id or C0, self._session.lane.at_segment_end,
-            lambda: self._restore(capsule_id or C0, 'same'), reset=True, pending=pending,
-            detail=detail)
+            lambda: self._restore(capsule_id or C0, 'same'), capsule=capsule_id or C0, reset=True,
+            pending=pending, detail=detail)
 
     def restore(self, capsule_id: str, numerics: str) -> RestoreReport:
         """Restore a capsule within the episode; raises as ``reset``."""
@@ -89,7 +89,7 @@ class Verbs:
             raise ParameterInvalid(f'numerics is {numerics!r}; give same or any')
         return self._go_to(
             'restore', capsule_id, self._session.lane.at_segment_end,
-            lambda: self._restore(capsule_id, numerics or 'same'))
+            lambda: self._restore(capsule_id, numerics or 'same'), capsule=capsule_id)
 
     def rollback(self, to: str, boundaries: int) -> RestoreReport:
         """Go back to a capsule or by a number of ticks; raises as ``reset``."""
@@ -100,7 +100,8 @@ class Verbs:
         return self._go_to(
             'rollback', to or f'{boundaries} boundaries', self._session.lane.at_boundary,
             lambda: self._store.rollback(
-                self._session.boundary, to or None, boundaries=boundaries or None, proof=proof))
+                self._session.boundary, to or None, boundaries=boundaries or None, proof=proof),
+            capsule=to)
 
     def snapshot(self, capsule_id: str, label: str, tier: str, pin: bool) -> CapsuleInfo:
         """Freeze the boundary after the running tick.
@@ -157,10 +158,13 @@ class Verbs:
 
     def _go_to(
         self, kind: str, name: str, post: Callable[..., Any], work: Callable[[], RestoreReport],
-        *, reset: bool = False, pending: Pending | None = None,
+        *, capsule: str = '', reset: bool = False, pending: Pending | None = None,
         detail: dict[str, Any] | None = None,
     ) -> RestoreReport:
         with self._verb(kind):
+            if capsule:
+                # Found and read from disk before the robot is held for it.
+                self._store.prefetch(capsule, self._session.boundary.session)
             self._control.begin_change(hold=True)
             report: RestoreReport | None = None
 

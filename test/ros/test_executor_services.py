@@ -38,6 +38,25 @@ def test_unknown_ids_tiers_and_numerics_are_refused(tmp_path: Path) -> None:
         assert r.call('pin', id='nowhere', pinned=True).code == 'capsule_not_found'
 
 
+def test_a_hold_may_not_take_the_name_of_one_that_ends_by_itself(tmp_path: Path) -> None:
+    with rig(tmp_path) as r:
+        r.run()
+        for cause in ('observation', 'episode_end', 'x' * 65, 'a\nb'):
+            assert r.call('hold', cause=cause).code == 'parameter_invalid'
+        assert r.executor.phase == 'ticking'
+        assert r.call('hold', cause='lunch').success and r.executor.phase == 'holding'
+        assert r.call('resume').success, 'an unlatched hold of a request ends so too'
+        r.until_phase('ticking')
+
+
+def test_an_unknown_capsule_does_not_even_hold_the_robot(tmp_path: Path) -> None:
+    with rig(tmp_path) as r:
+        r.run()
+        generation = r.executor.control.generation
+        assert r.call('restore', id='nowhere').code == 'capsule_not_found'
+        assert r.executor.control.generation == generation
+
+
 def test_a_budget_full_of_pins_refuses_the_next_snapshot_with_the_numbers(tmp_path: Path) -> None:
     with rig(tmp_path, capsule_gpu_bytes=4 << 20, capsule_host_bytes=4 << 20) as r:
         replies = [r.call('snapshot', id=f's{i}', pin=True) for i in range(3)]
