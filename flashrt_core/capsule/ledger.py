@@ -88,6 +88,26 @@ class Capsule:
         return self._shown
 
 
+class Counted:
+    """Notes a CapsuleError that leaves it; a plain class, being on the path of every reset."""
+
+    __slots__ = ('_capsule_id', '_ledger')
+
+    def __init__(self, ledger: Ledger, capsule_id: str | None) -> None:
+        self._ledger = ledger
+        self._capsule_id = capsule_id
+
+    def __enter__(self) -> None:
+        """Begin a verb."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Note why it was refused."""
+        if isinstance(error, CapsuleError):
+            self._ledger.event(
+                f'refused:{error.code}', str(self._capsule_id or '')[:64], str(error)
+            )
+
+
 class Ledger:
     """Names, use and reasons.
 
@@ -117,14 +137,9 @@ class Ledger:
         if self._listener is not None:
             self._listener(happened)
 
-    @contextmanager
-    def counted(self, capsule_id: str | None) -> Iterator[None]:
-        """Note every refusal of a verb with its code and reason."""
-        try:
-            yield
-        except CapsuleError as error:
-            self.event(f'refused:{error.code}', str(capsule_id or '')[:64], str(error))
-            raise
+    def counted(self, capsule_id: str | None) -> Counted:
+        """Note every refusal of the verb inside with its code and reason."""
+        return Counted(self, capsule_id)
 
     @contextmanager
     def claim(self, session: str, capsule_id: str | None) -> Iterator[Key]:

@@ -199,6 +199,8 @@ def check_overrides(
 
 def write(written: Sequence[Written]) -> None:
     """Put override values into live rows on the current stream."""
+    if not written:
+        return
     with torch.no_grad():
         for target, value in written:
             if torch.is_tensor(value):

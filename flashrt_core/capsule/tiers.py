@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +25,24 @@ from .records import TierUsage
 from .transfers import Copies
 from .transfers import Mover
 from .transfers import stretches
+
+
+class Lease:
+    """One use of a capsule's pages; a plain class, being on the path of every reset."""
+
+    __slots__ = ('_capsule', '_tiers')
+
+    def __init__(self, tiers: Tiers, capsule: Capsule) -> None:
+        self._tiers = tiers
+        self._capsule = capsule
+
+    def __enter__(self) -> None:
+        """Begin the use; raises CapsuleNotFound if it was dropped meanwhile."""
+        self._tiers.lease(self._capsule)
+
+    def __exit__(self, *exc: object) -> None:
+        """End the use."""
+        self._tiers.release(self._capsule)
 
 
 class Tiers:
@@ -96,14 +113,9 @@ class Tiers:
         self.disk.check_writable()
         return self.disk
 
-    @contextmanager
-    def leased(self, capsule: Capsule) -> Iterator[None]:
+    def leased(self, capsule: Capsule) -> Lease:
         """Keep a capsule's pages for the time of a copy."""
-        self.lease(capsule)
-        try:
-            yield
-        finally:
-            self.release(capsule)
+        return Lease(self, capsule)
 
     def lease(self, capsule: Capsule) -> None:
         """Count one more user of a capsule's pages."""
