@@ -41,7 +41,7 @@ def build(name: str, *options: str) -> Path:
     done = subprocess.run(
         ['colcon', 'build', '--base-paths', 'src', '--install-base', str(install),
          '--build-base', str(build_base), *options,
-         '--event-handlers', 'console_cohesion+', 'desktop_notification-', '--cmake-args',
+         '--event-handlers', 'console_cohesion+', '--cmake-args',
          '-G', 'Ninja', '-DCMAKE_BUILD_TYPE=Release', f'-DPython3_EXECUTABLE={sys.executable}',
          f'-DCMAKE_PROJECT_INCLUDE={ROOT / "cmake" / "pip_wheels.cmake"}'],
         cwd=WORKSPACE, env=environment(), text=True, capture_output=True)
