@@ -5,13 +5,9 @@ from __future__ import annotations
 import configparser
 import os
 from pathlib import Path
-import sys
-
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 import _colcon
+import pytest
 
 pytestmark = pytest.mark.slow
 
