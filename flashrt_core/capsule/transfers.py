@@ -16,6 +16,7 @@ import torch
 from ..errors import CapsuleError
 from ..kernels.copy import CopyTable
 from ..kernels.copy import PIECE
+from ..kernels.copy import pieces
 from ..kernels.digest import DigestTable
 from ..runtime import Backend
 from ..runtime import Event
@@ -85,7 +86,7 @@ class Copies:
     def __init__(self, ranges: np.ndarray, reverse: bool = False) -> None:
         self.ranges = ranges[:, [1, 0, 2]] if reverse else ranges
         self.nbytes = int(ranges[:, 2].sum())
-        self.parts = _parts(self.ranges, self.nbytes)
+        self.parts = [pieces(part) for part in _parts(self.ranges, self.nbytes)]
 
     @functools.cached_property
     def joined(self) -> list[tuple[int, int, int]]:
@@ -106,7 +107,7 @@ class Mover:
         self._cuda = backend.name == 'cuda'
         self._device_lock, self._host_lock = threading.Lock(), threading.Lock()
         self._stream = backend.stream(0)
-        self._device_event, self._host_event = backend.event(), backend.event()
+        self._host_event = backend.event()
         self._batch = True
         self._table = CopyTable(backend, CAPACITY)
         self._digests = DigestTable(backend, CAPACITY)
@@ -120,7 +121,7 @@ class Mover:
             for part in copies.parts:
                 self._table.fill(part)
                 self._table.submit(stream or self._stream)
-            _wait(self._device_event, stream or self._stream, copies.nbytes)
+            _wait(self._table.event, copies.nbytes)
 
     def host(self, copies: Copies, stream: Any = None) -> None:
         """Copy between device and pinned host memory in one batch and wait."""
@@ -130,14 +131,15 @@ class Mover:
             return
         with self._host_lock:
             self._submit_host(copies.joined, (stream or self._stream).cuda_stream)
-            _wait(self._host_event, stream or self._stream, copies.nbytes)
+            self._host_event.record(stream or self._stream)
+            _wait(self._host_event, copies.nbytes)
 
     def digest(self, copies: Copies, side: int, stream: Any = None) -> tuple[int, ...]:
         """Digests of one side of copies (0 source, 1 target): equal lists of equal cuts agree."""
         found = []
         with self._device_lock:
             for part in copies.parts:
-                self._digests.fill(part[:, [side, 2]])
+                self._digests.fill(part.rows[:, [side, 2]])
                 self._digests.submit(stream or self._stream)
                 found.append(self._digests.result())
         return tuple(found)
@@ -167,9 +169,8 @@ class Mover:
                     raise CapsuleError(f'the driver refused a copy of {size} bytes: {status}')
 
 
-def _wait(event: Event, stream: Any, nbytes: int) -> None:
-    """Wait for all work of a stream; the first millisecond without a pause."""
-    event.record(stream)
+def _wait(event: Event, nbytes: int) -> None:
+    """Wait for a submission; the first millisecond without a pause."""
     spin_until = time.perf_counter() + SPIN_S
     while not event.query():
         if time.perf_counter() > spin_until:

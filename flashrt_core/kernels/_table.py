@@ -10,6 +10,7 @@ import torch
 from flashrt_core.errors import ContractError
 from flashrt_core.errors import LaneTimeout
 from flashrt_core.runtime.backend import Backend
+from flashrt_core.runtime.backend import Event
 
 SMALL = 64  # rows; a submission of at most so many uploads only these
 TIMEOUT_S = 30.0
@@ -19,8 +20,9 @@ class DeviceTable:
     """
     Rows of int64 that one kernel reads; row 0 holds the count, the rows follow.
 
-    ``capture`` makes one graph per size class (upload of that many rows, then the kernel);
-    ``replay`` picks the class. On cpu only the host rows exist.
+    ``capture`` makes two graphs per size class: upload of that many rows, then the kernel; and the
+    kernel alone, for rows that are on the device from the submission before. ``replay`` picks one.
+    On cpu only the host rows exist.
     """
 
     def __init__(self, backend: Backend, capacity: int, columns: int) -> None:
@@ -33,11 +35,25 @@ class DeviceTable:
         self._device = self._host
         self._event = backend.event()
         self._submitted = False
-        self._graphs: list[tuple[int, Any]] = []
+        self._uploaded = False
+        self._stream: Any = None
+        self._token: object = None
+        self._graphs: list[tuple[int, Any, Any]] = []
         self.rows: np.ndarray = self._numpy[1:1]
 
-    def fill(self, rows: np.ndarray) -> None:
-        """Write the rows once the submission before no longer needs them."""
+    @property
+    def event(self) -> Event:
+        """The end of the last submission."""
+        return self._event
+
+    def fill(self, rows: np.ndarray, token: object = None) -> None:
+        """
+        Write the rows once the submission before no longer needs them.
+
+        :param token: stands for these very rows; filled again under it, they cost nothing.
+        """
+        if token is not None and token is self._token:
+            return
         if len(rows) > self._capacity:
             raise ContractError(
                 f'{len(rows)} pieces do not fit a table of {self._capacity}; make it larger')
@@ -45,37 +61,52 @@ class DeviceTable:
             raise LaneTimeout(
                 f'a copy or digest table is still in use after {TIMEOUT_S} s: the device is '
                 'stuck; restart the process')
-        self._submitted = False
+        self._submitted = self._uploaded = False
+        self._token = token
         self._numpy[0, 0] = len(rows)
         self.rows = self._numpy[1:1 + len(rows)]
         self.rows[:] = rows
 
-    def capture(self, launch: Callable[[torch.Tensor], None],
+    def capture(self, launch: Callable[[torch.Tensor, bool], None],
                 then: Callable[[], None] | None = None) -> None:
         """
-        Capture upload, ``launch(device table)`` and ``then`` for each size class (cuda).
+        Capture upload, ``launch(device table, small)`` and ``then`` for each size class (cuda).
 
-        The kernel runs on an empty table meanwhile. In configure.
+        ``small`` tells the class of few rows. The kernel runs on an empty table meanwhile. In
+        configure.
         """
         self._device = self._backend.empty(self._host.shape, torch.int64).zero_()
         stream, pool = self._backend.stream(), self._backend.pool()
         self._numpy[0, 0] = 0
         for limit in sorted({min(SMALL, self._capacity), self._capacity}):
-            def body(rows: int = limit + 1) -> None:
-                self._device[:rows].copy_(self._host[:rows], non_blocking=True)
-                launch(self._device)
+            def kernel(small: bool = limit <= SMALL) -> None:
+                launch(self._device, small)
                 if then is not None:
                     then()
-            self._graphs.append((limit, self._backend.capture(body, stream, pool)))
+
+            def both(rows: int = limit + 1, kernel: Callable[[], None] = kernel) -> None:
+                self._device[:rows].copy_(self._host[:rows], non_blocking=True)
+                kernel()
+            capture = self._backend.capture
+            self._graphs.append(
+                (limit, capture(both, stream, pool), capture(kernel, stream, pool)))
 
     def replay(self, stream: Any) -> None:
         """Replay the smallest graph that holds the rows, in ``stream``."""
-        graph = next(graph for limit, graph in self._graphs if len(self.rows) <= limit)
+        both, kernel = next(g[1:] for g in self._graphs if len(self.rows) <= g[0])
+        if self._uploaded and stream is not self._stream:
+            self.wait()
+        graph = kernel if self._uploaded else both
+        self._stream, self._uploaded = stream, True
         if torch.cuda.current_stream(self._backend.device) == stream:
             graph.replay()
         else:
             with self._backend.use(stream):
                 graph.replay()
+        self.record(stream)
+
+    def record(self, stream: Any) -> None:
+        """Place the end of the submission behind the work now in ``stream``."""
         self._event.record(stream)
         self._submitted = True
 

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from typing import Any
 from typing import TYPE_CHECKING
 
@@ -15,14 +16,16 @@ from flashrt_core.kernels._triton import lazy_jit
 from flashrt_core.kernels._triton import triton_selected
 from flashrt_core.kernels._triton import Variant
 from flashrt_core.runtime.backend import Backend
+from flashrt_core.runtime.backend import Event
 
 if TYPE_CHECKING:
     import triton.language as tl
 
 PIECE = 2 << 20    # bytes; a longer range is cut into pieces of this
-CHUNK = 16 << 10   # bytes that one program moves at a time: 8 loads of 16 bytes per thread
-PROGRAMS_PER_SM = 8
-NUM_WARPS = 4
+CHUNK = 8 << 10    # bytes that one program moves at a time: 2 loads of 16 bytes per thread
+NUM_WARPS = 8
+# Few pieces are latency: one wave. Many are bandwidth: short programs keep every processor busy.
+PROGRAMS_PER_SM = {True: 8, False: 64}
 
 
 @lazy_jit
@@ -64,6 +67,13 @@ VARIANTS = (
 )
 
 
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """Copies cut to the kernel's piece size: int64 ``[n, 3]``, never written again."""
+
+    rows: np.ndarray
+
+
 class CopyTable:
     """
     Copies many ranges of one device in one submission; allocates nothing after it was made.
@@ -88,36 +98,46 @@ class CopyTable:
         """Return the bytes of the ranges filled in last."""
         return int(self._table.rows[:, 2].sum())
 
-    def fill(self, ranges: np.ndarray) -> int:
+    def fill(self, ranges: np.ndarray | Pieces) -> int:
         """
         Write the ranges of the next submission and return the number of pieces.
 
         Waits for the submission before, if the device still reads its table.
 
         :param ranges: int64 ``[n, 3]`` of (source address, target address, bytes). Ranges must
-            not overlap one another; empty ones are left out, long ones are cut.
+            not overlap one another; empty ones are left out, long ones are cut. Pieces are taken
+            as they are, and not uploaded again when they were the last ones filled.
         :raises ContractError: another shape or dtype, negative bytes, more than ``capacity``.
         """
-        self._table.fill(_pieces(ranges))
-        return len(self._table.rows)
+        ready = ranges if isinstance(ranges, Pieces) else pieces(ranges)
+        self._table.fill(ready.rows, ready)
+        return len(ready.rows)
+
+    @property
+    def event(self) -> Event:
+        """The end of the last submission."""
+        return self._table.event
 
     def submit(self, stream: Any) -> None:
-        """Copy what ``fill`` wrote, in ``stream`` order; nothing is waited for (cpu: done)."""
-        if not len(self._table.rows):
-            return
+        """
+        Copy what ``fill`` wrote, in ``stream`` order; nothing is waited for (cpu: done).
+
+        ``event`` is then done when this and all earlier work of the stream is.
+        """
         if self._device.type == 'cpu':
             for source, target, count in self._table.rows.tolist():
                 ctypes.memmove(target, source, count)
-        elif self._kernel:
+        elif self._kernel and len(self._table.rows):
             self._table.replay(stream)
         else:
             with self._backend.use(stream):
                 for source, target, count in self._table.rows.tolist():
                     raw_bytes(target, count).copy_(raw_bytes(source, count), non_blocking=True)
+            self._table.record(stream)
 
-    def _launch(self, table: torch.Tensor) -> None:
+    def _launch(self, table: torch.Tensor, small: bool) -> None:
         processors = torch.cuda.get_device_properties(self._device).multi_processor_count
-        programs = processors * PROGRAMS_PER_SM
+        programs = processors * PROGRAMS_PER_SM[small]
         copy_ranges[(programs,)](table, programs, PIECE=PIECE, CHUNK=CHUNK, num_warps=NUM_WARPS)
 
     def _check(self) -> bool:
@@ -131,15 +151,24 @@ class CopyTable:
             rows.append((source.data_ptr() + at, target.data_ptr() + to, count))
             expected[to:to + count] = source[at:at + count]
         table = torch.zeros((len(rows) + 2, 3), dtype=torch.int64)
-        pieces = _pieces(np.array(rows, np.int64))
-        table[0, 0] = len(pieces)
-        table[1:1 + len(pieces)] = torch.from_numpy(pieces)
-        self._launch(table.to(self._device))
-        return torch.equal(target, expected)
+        cut = pieces(np.array(rows, np.int64)).rows
+        table[0, 0] = len(cut)
+        table[1:1 + len(cut)] = torch.from_numpy(cut)
+        table = table.to(self._device)
+        same = True
+        for small in PROGRAMS_PER_SM:
+            target.zero_()
+            self._launch(table, small)
+            same = same and torch.equal(target, expected)
+        return same
 
 
-def _pieces(ranges: np.ndarray) -> np.ndarray:
-    """Leave out empty ranges and cut long ones: int64 ``[pieces, 3]``."""
+def pieces(ranges: np.ndarray) -> Pieces:
+    """
+    Leave out empty ranges and cut long ones.
+
+    :raises ContractError: another shape or dtype, negative bytes.
+    """
     if ranges.dtype != np.int64 or ranges.ndim != 2 or ranges.shape[1] != 3:
         raise ContractError(
             f'copy ranges are {ranges.dtype} {list(ranges.shape)}; use int64 [n, 3] of (source, '
@@ -148,11 +177,11 @@ def _pieces(ranges: np.ndarray) -> np.ndarray:
     if len(ranges) and nbytes.min() < 0:
         raise ContractError(f'copy range {int(nbytes.argmin())} has {int(nbytes.min())} bytes')
     if not len(ranges) or (nbytes.min() > 0 and nbytes.max() <= PIECE):
-        return ranges
+        return Pieces(ranges.copy())
     counts = -(-nbytes // PIECE)
     index = np.repeat(np.arange(len(ranges)), counts)
     at = (np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts, counts)) * PIECE
-    pieces = ranges[index]
-    pieces[:, :2] += at[:, None]
-    pieces[:, 2] = np.minimum(pieces[:, 2] - at, PIECE)
-    return pieces
+    cut = ranges[index]
+    cut[:, :2] += at[:, None]
+    cut[:, 2] = np.minimum(cut[:, 2] - at, PIECE)
+    return Pieces(cut)

@@ -105,7 +105,7 @@ class DigestTable:
             self._programs = _programs(self._device)
             self._partial = backend.empty((self._programs,), torch.int64).zero_()
             self._host_partial = backend.empty((self._programs,), torch.int64, host=True)
-            self._table.capture(self._launch, self._download)
+            self._table.capture(lambda table, small: self._launch(table), self._download)
 
     def fill(self, ranges: np.ndarray) -> None:
         """

@@ -32,10 +32,23 @@ PR_SET_TIMERSLACK = 29
 
 # torch lends its streams round-robin: two holders of one would share a cuBLAS workspace.
 TORCH_STREAMS = 32
-_held_streams: weakref.WeakValueDictionary[int, torch.cuda.Stream] = weakref.WeakValueDictionary()
+_held_streams: set[int] = set()
 
 # Captures end with a device-wide synchronise, which may not meet another thread's capture.
 _capture_lock = threading.Lock()
+
+
+class PrivateStream(torch.cuda.Stream):
+    """
+    A stream that no other holder has as long as this object lives.
+
+    Never hold a torch stream or event by a weak reference: up to torch 2.11 its end leaves the
+    reference dangling (pytorch#183403), and the process crashes at exit.
+    """
+
+    def __del__(self, held: set[int] = _held_streams) -> None:
+        """Lend the stream again."""
+        held.discard(self.cuda_stream)
 
 
 class CudaEvent:
@@ -131,10 +144,11 @@ class CudaBackend:
         :raises ContractError: all of torch's streams of that priority are held.
         """
         for _ in range(TORCH_STREAMS):
-            stream = torch.cuda.Stream(device=self.device, priority=priority)
-            if stream.cuda_stream not in _held_streams:
-                _held_streams[stream.cuda_stream] = stream
-                return stream
+            lent = torch.cuda.Stream(device=self.device, priority=priority)
+            if lent.cuda_stream not in _held_streams:
+                _held_streams.add(lent.cuda_stream)
+                return PrivateStream(stream_id=lent.stream_id, device_index=lent.device_index,
+                                     device_type=lent.device_type)
         raise ContractError(
             f'all {TORCH_STREAMS} streams of priority {priority} on {self.device} are held; '
             'close sessions that are no longer used')

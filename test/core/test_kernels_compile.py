@@ -80,6 +80,7 @@ def test_copies_are_compiled_to_16_byte_accesses(tmp_path, monkeypatch):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    from flashrt_core.kernels.copy import CHUNK
     from flashrt_core.kernels.copy import VARIANTS
     monkeypatch.setenv('TRITON_CACHE_DIR', str(tmp_path))
     variant = VARIANTS[0]
@@ -87,7 +88,9 @@ def test_copies_are_compiled_to_16_byte_accesses(tmp_path, monkeypatch):
                        constexprs=dict(variant.constants))
     text = triton.compile(source, target=GPUTarget('cuda', 90, 32),
                           options={'num_warps': variant.num_warps}).asm['ptx']
-    assert text.count('ld.global.v2.b64') >= 8 and text.count('st.global.v2.b64') >= 8
+    accesses = CHUNK // (16 * 32 * variant.num_warps)
+    assert text.count('ld.global.v2.b64') >= accesses
+    assert text.count('st.global.v2.b64') >= accesses
 
 
 def test_kernels_equal_their_references_in_tritons_interpreter():

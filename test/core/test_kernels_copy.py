@@ -1,6 +1,8 @@
 """The copy table: every byte of every range arrives, and no other byte changes."""
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -73,7 +75,7 @@ def test_a_table_is_used_again_with_fewer_ranges(backend):
 
 def test_long_ranges_are_cut_into_pieces_that_cover_them():
     rows = np.array([[0, 1 << 40, 3 * PIECE + 5], [7, 9, 0], [100, 200, PIECE]], np.int64)
-    pieces = copy._pieces(rows)
+    pieces = copy.pieces(rows).rows
     assert pieces[:, 2].tolist() == [PIECE, PIECE, PIECE, 5, PIECE]
     assert pieces[:, 0].tolist() == [0, PIECE, 2 * PIECE, 3 * PIECE, 100]
     assert (pieces[:4, 1] - pieces[:4, 0]).tolist() == [1 << 40] * 4
@@ -115,3 +117,24 @@ def test_the_fallback_without_triton_copies_the_same(backend, monkeypatch):
     run(backend, CopyTable(backend, 8), [(source.data_ptr() + 3, target.data_ptr() + 3, 99_999)])
     assert torch.equal(source[3:100_002], target[3:100_002])
     assert target[:3].eq(0xA5).all() and target[100_002:].eq(0xA5).all()
+
+
+def test_pieces_filled_again_copy_the_same_ranges_from_new_bytes(backend, lane):
+    source = torch.arange(1 << 16, dtype=torch.int32, device=backend.device)
+    target, other = torch.zeros_like(source), torch.zeros_like(source)
+    table = copy.CopyTable(backend, 8)
+    again = copy.pieces(np.array([(source.data_ptr(), target.data_ptr(), 1 << 18)], np.int64))
+    between = copy.pieces(np.array([(source.data_ptr(), other.data_ptr(), 64)], np.int64))
+    backend.synchronize()
+
+    def copied(pieces, offset):
+        source.copy_(torch.arange(1 << 16, dtype=torch.int32) + offset)
+        table.fill(pieces)
+        table.submit(lane.stream)
+        assert table.event.wait(10.0)
+
+    for pieces, offset in ((again, 0), (again, 7), (between, 9), (again, 11)):
+        lane.call(partial(copied, pieces, offset)).result()
+        if pieces is again:
+            assert torch.equal(target.cpu(), source.cpu())
+    assert other[0] == 9 and not other[16:].any()

@@ -1,6 +1,8 @@
 """What only a GPU can show: no allocation on the tick path, pools, waits, captures."""
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 
@@ -91,6 +93,20 @@ def test_a_stream_is_never_lent_twice_while_it_is_held(gpu):
     held = [gpu.stream() for _ in range(20)]
     for _ in range(40):
         assert gpu.stream().cuda_stream not in {s.cuda_stream for s in held}
+
+
+def test_a_process_that_held_streams_in_a_cycle_ends_without_a_crash():
+    """A weak reference to a torch stream dangles after its end (pytorch#183403)."""
+    code = ('from flashrt_core.runtime import cuda_backend, Lane\n'
+            'held = []\n'
+            'for name in "abc":\n'
+            '    with Lane(cuda_backend(), name) as lane:\n'
+            '        lane.call(lambda: None).result()\n'
+            '    lane.self = lane\n'
+            'held += [cuda_backend().stream(), held]\n')
+    child = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True,
+                           timeout=120, check=False)
+    assert child.returncode == 0, child.stderr
 
 
 def test_two_lanes_capture_and_replay_at_once_without_mixing(gpu, stress):
