@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
+from collections.abc import Sized
 from dataclasses import dataclass
 import time
 from typing import Any
@@ -18,7 +19,6 @@ from ..errors import ConfigError
 from ..errors import FlashrtError
 from ..errors import SessionPoisoned
 from ..runtime import Backend
-from .arena import Place
 from .boundary import Boundary
 from .boundary import Piece
 from .ledger import Capsule
@@ -51,19 +51,19 @@ class Live:
         self._tiers = tiers
 
     def freeze(self, boundary: Boundary, extents: Mapping[str, int], row: int, tier: Tier,
-               name: str) -> Place:
-        """Copy one row into new pages; nothing is kept if it fails."""
+               name: str) -> Thawed:
+        """Copy one row into new pages and prepare the way back; nothing is kept if it fails."""
         packing = boundary.packing(extents)
         arena = self._tiers.arena(tier)
         place = self._tiers.room(arena, packing.nbytes, f'snapshot {name!r}')
         assert place is not None
         try:
-            ranges = match(packing.pieces, arena.segments(place), row)
-            self._move(boundary, Copies(ranges, reverse=True), arena.tier)
+            back = Copies(match(packing.pieces, arena.segments(place), row))
+            self._move(boundary, back.reversed(), arena.tier)
         except BaseException:
             self._tiers.give(place)
             raise
-        return place
+        return Thawed(weakref.ref(boundary), place, (row,), back)
 
     def thaw(
         self,
@@ -121,7 +121,7 @@ class Live:
             return
         try:
             ranges = match(self._pieces(boundary, capsule), gpu.segments(place), row)
-            self._move(boundary, Copies(ranges, reverse=True), 'gpu')
+            self._move(boundary, Copies(ranges).reversed(), 'gpu')
         except FlashrtError as error:
             self._tiers.give(place)
             self._tiers.ledger.event('promotion_failed', capsule.key[1], str(error))
@@ -170,31 +170,49 @@ class Live:
 def check_overrides(
     boundary: Boundary, overrides: Mapping[str, Sequence[Any]], rows: Sequence[int]
 ) -> list[Written]:
-    """Pairs of live row and value.
+    """Pairs of live row and value, which `write` will take without fail.
 
     :raises ConfigError: no such state buffer, another number of values than rows, a tensor of
-        another shape or dtype.
+        another shape or dtype, a number that the dtype does not hold.
     """
     found: list[Written] = []
     names = [entry.name for entry in boundary.entries]
     for name, values in overrides.items():
-        if name not in names or len(values) != len(rows):
+        count = len(values) if isinstance(values, Sized) else None
+        if name not in names or count != len(rows):
             raise ConfigError(
-                f'override of {name!r} with {len(values)} values for {len(rows)} rows is refused: '
+                f'override of {name!r} with {count} values for {len(rows)} rows is refused: '
                 f'name one of the state buffers {names} and give one value per row'
             )
         for row, value in zip(rows, values):
             target = boundary.buffers[name].row(row)
-            if torch.is_tensor(value) and (value.shape, value.dtype) != (
-                target.shape,
-                target.dtype,
-            ):
+            given = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+            if torch.is_tensor(given):
+                fits = (given.shape, given.dtype) == (target.shape, target.dtype)
+                is_a = f'{given.dtype} {list(given.shape)}'
+            else:
+                fits = _holds(target.dtype, given)
+                is_a = f'{given!r:.80}'
+            if not fits:
                 raise ConfigError(
-                    f'override of {name!r} is {value.dtype} {list(value.shape)}, the buffer is '
-                    f'{target.dtype} {list(target.shape)} per row'
+                    f'override of {name!r} is {is_a}, the buffer is {target.dtype} '
+                    f'{list(target.shape)} per row: give such a tensor or one number'
                 )
-            found.append((target, value))
+            found.append((target, given))
     return found
+
+
+def _holds(dtype: torch.dtype, value: object) -> bool:
+    """Whether a dtype holds a number as it is: no fraction into integers, nothing too large."""
+    if dtype.is_floating_point:
+        largest = torch.finfo(dtype).max
+        return isinstance(value, float | np.floating) or (
+            isinstance(value, int | np.integer) and -largest <= value <= largest
+        )
+    if dtype == torch.bool:
+        return isinstance(value, bool | np.bool_)
+    limits = torch.iinfo(dtype)
+    return isinstance(value, int | np.integer) and limits.min <= int(value) <= limits.max
 
 
 def write(written: Sequence[Written]) -> None:

@@ -20,6 +20,7 @@ from ..errors import CapsuleError
 from ..errors import ConfigError
 from ..errors import IdentityMismatch
 from ..errors import MarkDead
+from ..errors import TierUnavailable
 from ..runtime import Backend
 from .boundary import Boundary
 from .disk import DiskTier
@@ -82,7 +83,7 @@ class CapsuleStore:
         self._live = Live(backend, self._tiers)
         self.events = self._ledger.events
         self.counters = self._ledger.counters
-        if allow_disk and (directory is None or disk_bytes <= 0):
+        if allow_disk and (directory is None or not disk_bytes):
             raise ConfigError('allow_disk needs a capsule directory and disk_bytes above 0')
         if directory is not None:
             self._open_disk(directory, disk_bytes, max_age_s, allow_disk)
@@ -134,7 +135,7 @@ class CapsuleStore:
             wanted = self._tiers.check_tier(tier)
             extents = boundary.extents()
             packing = boundary.packing(extents)
-            place = self._live.freeze(boundary, extents, row, wanted, key[1])
+            thawed = self._live.freeze(boundary, extents, row, wanted, key[1])
             info = CapsuleInfo(
                 id=key[1],
                 label=label,
@@ -149,7 +150,9 @@ class CapsuleStore:
                 pinned=pin,
                 bit_exact=boundary.bit_exact,
             )
-            capsule = Capsule(key, Header(info, packing.tensors, packing.nbytes), place, pin)
+            header = Header(info, packing.tensors, packing.nbytes)
+            capsule = Capsule(key, header, thawed.place, pin)
+            capsule.thawed = thawed
             capsule.spill = wanted == 'disk'
             self._ledger.add(capsule)
             if wanted == 'disk':
@@ -179,7 +182,9 @@ class CapsuleStore:
         restore succeeds. A capsule from a lower tier moves up where pages are free.
 
         :param numerics: 'any' accepts other kernels or libraries; then nothing is bit-exact.
-        :param proof: 'digest' hashes live memory afterwards; 'replay' runs `continuation`.
+        :param proof: 'digest' compares hashes of live and stored memory after the copy, which shows
+            a lost or misplaced copy, not stored bytes that changed since the snapshot (`digest`
+            tells those); 'replay' runs `continuation`.
         :param overrides: per named state buffer one value (or tensor) per row, written after the
             copy: ``{'branch': range(n)}`` for a fork.
         :param session: of the capsule, where it is not this boundary's.
@@ -313,6 +318,12 @@ class CapsuleStore:
             raise ConfigError('rollback takes exactly one of `to` and `boundaries`')
         if isinstance(to, str):
             return self.restore(boundary, to, numerics=numerics, proof=proof)
+        _check_proof(proof, None)
+        if not isinstance(to, Mark | None) or not isinstance(boundaries, int | None):
+            raise ConfigError(
+                f'rollback to {to!r:.80} by {boundaries!r:.80} boundaries is refused: give a '
+                'capsule id, a mark, or a whole number of boundaries'
+            )
         started = time.perf_counter()
         with self._ledger.counted(None):
             boundary.check_thread()
@@ -325,6 +336,8 @@ class CapsuleStore:
             try:
                 ring.write_back(mark)
                 self._live.wait(boundary)
+                if proof == 'digest' and not ring.equals(mark):
+                    raise CapsuleCorrupt(f'live memory does not equal mark {mark.id!r}')
                 ring.forget_after(mark)
                 boundary.adopt(mark.parent, mark.bit_exact, mark.lineage)
                 for hook in boundary.on_restore:
@@ -350,7 +363,12 @@ class CapsuleStore:
             return self._ledger.find(session, id).info
 
     def list(self, tier: str | None = None, session: str | None = None) -> list[CapsuleInfo]:
-        """Infos, most recently used first, of one tier or session where given."""
+        """Infos, most recently used first, of one tier or session where given.
+
+        :raises TierUnavailable: no such tier.
+        """
+        if tier not in (None, *TIERS):
+            raise TierUnavailable(f'capsule tier {tier!r} does not exist: use gpu, host or disk')
         infos = [capsule.info for capsule in reversed(self._ledger.all())]
         return [
             info
@@ -366,14 +384,16 @@ class CapsuleStore:
             return capsule.info
 
     def drop(self, id: str, session: str = '') -> None:
-        """Delete a capsule and its file. A pinned one is refused: unpin it first."""
+        """Delete a capsule and its file.
+
+        :raises CapsuleError: it is pinned, or its file cannot be deleted; it stays as it was.
+        :raises TierUnavailable: it has a file in a directory that may only be read.
+        """
         with self._ledger.counted(id):
             capsule = self._ledger.find(session, id)
             if capsule.pinned:
                 raise CapsuleError(f'capsule {id!r} is pinned: unpin it before dropping it')
-            self._tiers.forget(capsule, 'it was dropped on request')
-            if capsule.on_disk and self._tiers.disk is not None:
-                self._tiers.disk.drop(capsule.key)
+            self._tiers.drop(capsule)
 
     def move(self, id: str, tier: str, session: str = '') -> CapsuleInfo:
         """Bring a capsule to another tier and wait; to disk, until its file is durable.
@@ -381,14 +401,18 @@ class CapsuleStore:
         Live memory is not touched. A file stays when its capsule moves up.
 
         :raises BudgetFull, TierUnavailable, CapsuleCorrupt: it stays where it was.
+        :raises CapsuleError: another call copies it now; it stays where it was.
         """
         with self._ledger.counted(id):
             capsule = self._ledger.find(session, id)
             wanted = self._tiers.check_tier(tier)
             if wanted == 'disk':
                 self._tiers.to_disk(capsule)
-            else:
-                self._tiers.change(capsule, wanted, f'move of {id!r}')
+            elif not self._tiers.change(capsule, wanted, f'move of {id!r}'):
+                raise CapsuleError(
+                    f'capsule {id!r} is being copied by another call: it stays in the '
+                    f'{capsule.tier} tier; try again'
+                )
             self._ledger.touch(capsule)
             return capsule.info
 

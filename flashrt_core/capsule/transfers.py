@@ -16,6 +16,7 @@ import torch
 from ..errors import CapsuleError
 from ..kernels.copy import CopyTable
 from ..kernels.copy import PIECE
+from ..kernels.copy import Pieces
 from ..kernels.copy import pieces
 from ..kernels.digest import DigestTable
 from ..runtime import Backend
@@ -81,12 +82,22 @@ def coalesce(ranges: np.ndarray) -> list[tuple[int, int, int]]:
 
 
 class Copies:
-    """A list of copies prepared for both ways of moving; made once, used again by each restore."""
+    """A list of copies prepared for both ways of moving; made once, used again by each restore.
 
-    def __init__(self, ranges: np.ndarray, reverse: bool = False) -> None:
-        self.ranges = ranges[:, [1, 0, 2]] if reverse else ranges
+    :param ranges: int64 [n, 3] of (source, target, bytes).
+    """
+
+    def __init__(self, ranges: np.ndarray) -> None:
+        self.ranges = ranges
         self.nbytes = int(ranges[:, 2].sum())
-        self.parts = [pieces(part) for part in _parts(self.ranges, self.nbytes)]
+        self.parts = [pieces(part) for part in _parts(ranges, self.nbytes)]
+
+    def reversed(self) -> Copies:
+        """The same copies the other way."""
+        back = object.__new__(Copies)
+        back.ranges, back.nbytes = self.ranges[:, [1, 0, 2]], self.nbytes
+        back.parts = [Pieces(part.rows[:, [1, 0, 2]]) for part in self.parts]
+        return back
 
     @functools.cached_property
     def joined(self) -> list[tuple[int, int, int]]:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 PIECE = 2 << 20    # bytes; a longer range is cut into pieces of this
 CHUNK = 8 << 10    # bytes that one program moves at a time: 2 loads of 16 bytes per thread
 NUM_WARPS = 8
+FEW = 64           # pieces; cutting so few is faster without numpy
 # Few pieces are latency: one wave. Many are bandwidth: short programs keep every processor busy.
 PROGRAMS_PER_SM = {True: 8, False: 64}
 
@@ -178,6 +179,12 @@ def pieces(ranges: np.ndarray) -> Pieces:
         raise ContractError(f'copy range {int(nbytes.argmin())} has {int(nbytes.min())} bytes')
     if not len(ranges) or (nbytes.min() > 0 and nbytes.max() <= PIECE):
         return Pieces(ranges.copy())
+    total = int(nbytes.sum())
+    if total // PIECE + len(ranges) <= FEW:
+        return Pieces(np.array([
+            (source + at, target + at, min(PIECE, count - at))
+            for source, target, count in ranges.tolist() for at in range(0, count, PIECE)
+        ], np.int64).reshape(-1, 3))
     counts = -(-nbytes // PIECE)
     index = np.repeat(np.arange(len(ranges)), counts)
     at = (np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts, counts)) * PIECE
