@@ -40,10 +40,14 @@ class Arena:
     def __init__(
         self, backend: Backend, tier: str, budget_bytes: int, page_bytes: int, host: bool
     ) -> None:
-        if page_bytes < MIN_PAGE_BYTES or page_bytes % MIN_PAGE_BYTES or budget_bytes < 0:
+        whole = isinstance(page_bytes, int) and isinstance(budget_bytes, int)
+        if not whole or page_bytes < MIN_PAGE_BYTES or page_bytes % MIN_PAGE_BYTES or (
+            budget_bytes < 0
+        ):
             raise ConfigError(
-                f'capsule tier {tier!r} has page_bytes {page_bytes} and budget {budget_bytes}: '
-                f'pages are multiples of {MIN_PAGE_BYTES} bytes and a budget is not negative'
+                f'{tier} tier: page_bytes {page_bytes!r}, budget {budget_bytes!r} refused: '
+                f'pages are multiples of {MIN_PAGE_BYTES} bytes and a budget is a whole number of '
+                'bytes, not negative'
             )
         self.name = f'capsules ({tier} tier)'
         self.tier = tier

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from dataclasses import field
 import math
+import operator
 from typing import Any
 from typing import TYPE_CHECKING
 
@@ -160,8 +161,13 @@ class Boundary:
             )
 
     def check_thread(self) -> None:
-        """Raise LaneError unless called where live memory may be touched: on the lane thread."""
+        """Raise LaneError unless called where live memory may be touched: on the lane thread.
+
+        A wedged or lost lane raises its own fault: its device may still be writing.
+        """
         lane = self.lane
+        if lane is not None and lane.fault is not None:
+            raise lane.fault
         if lane is not None and lane.state == 'running' and not lane.on_thread:
             raise LaneError(
                 f'capsule verbs of session {self.session or "(unnamed)"!r} run on its lane '
@@ -207,9 +213,14 @@ class Boundary:
 
     def check_rows(self, rows: Iterable[int]) -> tuple[int, ...]:
         """Row numbers as a tuple; raises BoundaryIncomplete outside the session's rows."""
-        if rows == (0,):
+        if type(rows) is tuple and rows == (0,):
             return (0,)
-        chosen = tuple(int(row) for row in rows)
+        try:
+            chosen = tuple(operator.index(row) for row in rows)
+        except TypeError:
+            raise BoundaryIncomplete(
+                f'rows {rows!r:.80} are refused: give a sequence of whole numbers'
+            ) from None
         bad = [row for row in chosen if not 0 <= row < self.rows]
         if bad or not chosen or len(set(chosen)) != len(chosen):
             raise BoundaryIncomplete(

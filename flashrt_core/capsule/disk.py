@@ -14,10 +14,12 @@ from datetime import UTC
 import os
 from pathlib import Path
 import threading
+import time
 
 from ..errors import BudgetFull
 from ..errors import CapsuleCorrupt
 from ..errors import CapsuleError
+from ..errors import ConfigError
 from ..errors import TierUnavailable
 from . import files
 from .format import Header
@@ -29,17 +31,21 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True)
 class Stored:
-    """A durable file: its header as last read, and its size."""
+    """A durable file: its header as last read, its size, and when it was written.
+
+    :param written_s: on the monotonic clock, so that a wall clock set later ages no file.
+    """
 
     header: Header
     file_bytes: int
+    written_s: float
 
 
 class DiskTier:
     """Files of one directory, oldest use first. All methods may be called from any thread.
 
-    :param quota_bytes: of all files together. :param max_age_s: older files go at the start and
-        at each save; None keeps them.
+    :param quota_bytes: of all files together. :param max_age_s: older files go at the start (by
+        their date) and at each save (by the time passed since); None keeps them.
     :param writable: False lists and loads only.
     :param event: told of what is cleaned, skipped or deleted, as (kind, id, reason).
     :param left: told of each capsule whose file was deleted for room or age, with the reason.
@@ -55,6 +61,12 @@ class DiskTier:
         left: Callable[[Key, str], None],
         pinned: Callable[[Key], bool],
     ) -> None:
+        aged = max_age_s is None or (isinstance(max_age_s, int | float) and max_age_s > 0)
+        if not isinstance(quota_bytes, int) or quota_bytes < 0 or not aged:
+            raise ConfigError(
+                f'disk budget {quota_bytes!r} bytes, age limit {max_age_s!r} s refused: give a '
+                'whole number of bytes, and more than 0 seconds or None'
+            )
         self.directory = Path(directory)
         self.quota_bytes = quota_bytes
         self.writable = writable
@@ -69,7 +81,7 @@ class DiskTier:
         self._writer = ThreadPoolExecutor(1, 'capsule-writer')
         if writable:
             for name in files.clean_temporaries(self._fd):
-                event('cleaned', name, 'left by a writer that was killed')
+                event('cleaned', shown(name), 'left by a writer that was killed')
         self._scan()
         if writable:
             self._expire()
@@ -79,27 +91,30 @@ class DiskTier:
         dated = []
         for name in names[:FILE_LIMIT]:
             with contextlib.suppress(OSError):
-                dated.append((os.lstat(name, dir_fd=self._fd).st_mtime_ns, name))
-        for _, name in sorted(dated):
+                dated.append((os.lstat(name, dir_fd=self._fd).st_mtime, name))
+        now, wall = time.monotonic(), datetime.now(UTC).timestamp()
+        for changed, name in sorted(dated):
             try:
                 with files.opened(name, self._fd) as (fd, size):
                     header = files.read_header(fd, size)
                     key = (header.info.session, header.info.id)
                     if files.file_name(*key) != name:
                         raise CapsuleCorrupt(f'file {name!r} holds {key}: rename by import')
-                    self._files[key] = Stored(header, size)
+                    self._files[key] = Stored(header, size, now - max(0.0, wall - changed))
             except CapsuleError as error:
-                self._event('skipped', name[:100], str(error))
+                self._event('skipped', shown(name), str(error))
 
     def _expire(self) -> None:
         if self._max_age_s is None:
             return
-        now = datetime.now(UTC).timestamp()
-        for key in list(self._files):
-            with contextlib.suppress(OSError):
-                age = now - os.lstat(files.file_name(*key), dir_fd=self._fd).st_mtime
-                if age > self._max_age_s and not self._pinned(key):
+        now = time.monotonic()
+        for key, stored in list(self._files.items()):
+            age = now - stored.written_s
+            if age > self._max_age_s and not self._pinned(key):
+                try:
                     self._leave(key, f'{age:.0f} s old, limit {self._max_age_s:.0f} s')
+                except CapsuleError as error:
+                    self._event('expiry_failed', key[1], str(error))
 
     def __contains__(self, key: Key) -> bool:
         with self._lock:
@@ -117,7 +132,8 @@ class DiskTier:
             return self._used() + self._reserved, pinned, len(self._files)
 
     def check_writable(self) -> None:
-        """Raise TierUnavailable where saving is not allowed."""
+        """Raise TierUnavailable where saving is not allowed, or no longer."""
+        self._check_open()
         if not self.writable:
             raise TierUnavailable(
                 'saving capsules to disk is not allowed: set allow_disk and a disk budget'
@@ -161,7 +177,7 @@ class DiskTier:
         def write() -> Stored:
             try:
                 done = files.save(self._fd, files.file_name(*key), header, data, replacing=False)
-                stored = Stored(done, done.file_bytes)
+                stored = Stored(done, done.file_bytes, time.monotonic())
                 with self._lock:
                     self._files[key] = stored
                 return stored
@@ -177,6 +193,7 @@ class DiskTier:
         :raises CapsuleCorrupt: the file changed since it was listed, or its bytes did.
         """
         name = files.file_name(*key)
+        self._check_open()
         with files.opened(name, self._fd) as (fd, size):
             header = files.read_header(fd, size)
             if header.digests != expected.digests or header.tensors != expected.tensors:
@@ -187,10 +204,15 @@ class DiskTier:
                 self._files.move_to_end(key)
 
     def drop(self, key: Key) -> None:
-        """Delete a file durably; a missing one is fine."""
+        """Delete a file durably; a missing one is fine.
+
+        :raises TierUnavailable: saving is not allowed, so nor is deleting.
+        :raises CapsuleError: the system refused; the file stays listed.
+        """
         with self._lock:
-            self._files.pop(key, None)
+            self.check_writable()
             files.remove(self._fd, files.file_name(*key))
+            self._files.pop(key, None)
 
     def close(self) -> None:
         """Finish what is being written and let go of the directory; twice is allowed."""
@@ -199,6 +221,10 @@ class DiskTier:
         if fd >= 0:
             os.close(fd)
 
+    def _check_open(self) -> None:
+        if self._fd < 0:
+            raise TierUnavailable('the capsule store is closed: make a new one')
+
     def _used(self) -> int:
         return sum(stored.file_bytes for stored in self._files.values())
 
@@ -206,3 +232,8 @@ class DiskTier:
         self.drop(key)
         self._left(key, reason)
         self._event('left_disk', key[1], reason)
+
+
+def shown(name: str) -> str:
+    """A foreign file's name as plain text for events, whatever bytes it is made of."""
+    return name.encode('ascii', 'backslashreplace').decode()[:100]

@@ -55,9 +55,9 @@ def open_directory(path: str | Path, create: bool = False) -> int:
         if create:
             os.makedirs(path, mode=0o700, exist_ok=True)
         return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise CapsuleError(
-            f'capsule directory {str(path)!r} cannot be used: {error.strerror}; '
+            f'capsule directory {str(path)!r} cannot be used: {_reason(error)}; '
             'give an existing directory that this user may write'
         ) from None
 
@@ -83,8 +83,8 @@ def opened(name: str, directory: int) -> Iterator[tuple[int, int]]:
 
 def read_header(fd: int, size: int) -> Header:
     """Read and check the header of an open file; at most 1 MiB is read."""
-    length = container.header_size(os.pread(fd, 8, 0), size)
-    raw = os.pread(fd, length, 0)
+    length = container.header_size(_pread(fd, 8), size)
+    raw = _pread(fd, length)
     if len(raw) != length:
         raise CapsuleCorrupt(f'capsule file gave {len(raw)} of {length} header bytes')
     return container.parse(raw, size)
@@ -159,10 +159,17 @@ def copy(source: int, header: Header, directory: int, name: str, replacing: bool
 
 
 def remove(directory: int, name: str) -> None:
-    """Delete a capsule file durably; a missing one is fine."""
-    with contextlib.suppress(FileNotFoundError):
+    """Delete a capsule file durably; a missing one is fine. Raises CapsuleError if it stays."""
+    try:
         os.unlink(name, dir_fd=directory)
         os.fsync(directory)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise CapsuleError(
+            f'capsule file {name!r} was not deleted: {error.strerror}; check the permissions of '
+            'its directory'
+        ) from error
 
 
 def clean_temporaries(directory: int) -> list[str]:
@@ -184,12 +191,12 @@ def clean_temporaries(directory: int) -> list[str]:
 
 @contextlib.contextmanager
 def _temporary(directory: int, name: str, replacing: bool) -> Iterator[tuple[int, _Publish]]:
-    if not replacing and exists(directory, name):
-        raise CapsuleExists(f'capsule file {name!r} exists: drop it first or use another id')
+    if not replacing:
+        _check_free(directory, name)
     temporary = f'.{name}.{os.getpid()}-{next(_TEMPORARY)}.tmp'
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     fd = -1
-    publish = _Publish(directory, temporary, name)
+    publish = _Publish(directory, temporary, name, replacing)
     try:
         fd = os.open(temporary, flags, 0o600, dir_fd=directory)
         fcntl.flock(fd, fcntl.LOCK_EX)
@@ -211,26 +218,45 @@ def _temporary(directory: int, name: str, replacing: bool) -> Iterator[tuple[int
 class _Publish:
     """Makes a temporary durable under its final name; the order is the promise of a save."""
 
-    def __init__(self, directory: int, temporary: str, name: str) -> None:
+    def __init__(self, directory: int, temporary: str, name: str, replacing: bool) -> None:
         self.fd = -1
         self.done = False
+        self._replacing = replacing
         self._directory = directory
         self._names = (temporary, name)
 
     def __call__(self) -> None:
         os.fsync(self.fd)
-        os.rename(*self._names, src_dir_fd=self._directory, dst_dir_fd=self._directory)
+        with _locked(self._directory):
+            if not self._replacing:
+                _check_free(self._directory, self._names[1])
+            os.rename(*self._names, src_dir_fd=self._directory, dst_dir_fd=self._directory)
         self.done = True
-        os.fsync(self._directory)
+        try:
+            os.fsync(self._directory)
+        except OSError:
+            if not self._replacing:
+                os.unlink(self._names[1], dir_fd=self._directory)
+            raise
 
 
-def exists(directory: int, name: str) -> bool:
-    """Whether anything has this name, links included."""
+@contextlib.contextmanager
+def _locked(directory: int) -> Iterator[None]:
+    """Keep other processes from publishing here; without effect where locks are not offered."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(directory, fcntl.LOCK_EX)
     try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            fcntl.flock(directory, fcntl.LOCK_UN)
+
+
+def _check_free(directory: int, name: str) -> None:
+    """Raise CapsuleExists if anything has this name, links included."""
+    with contextlib.suppress(FileNotFoundError):
         os.lstat(name, dir_fd=directory)
-    except FileNotFoundError:
-        return False
-    return True
+        raise CapsuleExists(f'capsule file {name!r} exists: drop it first or use another id')
 
 
 def _by_group(
@@ -292,10 +318,29 @@ class _Spans:
 def _read_exactly(fd: int, views: Iterable[memoryview], offset: int) -> None:
     for view in views:
         while len(view):
-            count = os.preadv(fd, [view], offset)
+            try:
+                count = os.preadv(fd, [view], offset)
+            except OSError as error:
+                raise _unreadable(error) from error
             if count == 0:
                 raise CapsuleCorrupt(f'capsule file ended at byte {offset}: it is cut short')
             view, offset = view[count:], offset + count
+
+
+def _pread(fd: int, size: int) -> bytes:
+    """At most `size` bytes from the file's start."""
+    try:
+        return os.pread(fd, size, 0)
+    except OSError as error:
+        raise _unreadable(error) from error
+
+
+def _unreadable(error: OSError) -> CapsuleCorrupt:
+    return CapsuleCorrupt(f'capsule file cannot be read: {_reason(error)}; check its disk')
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, 'strerror', None) or str(error)
 
 
 def _write_exactly(fd: int, views: Iterable[memoryview], offset: int) -> None:

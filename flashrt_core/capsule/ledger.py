@@ -115,7 +115,8 @@ class Ledger:
     the disk tier is never called under it: one session's file delays no other's reset, and the
     disk's own lock may be held when this one is taken.
 
-    :param listener: called with each event, on whatever thread caused it; must not block.
+    :param listener: called with each event, on whatever thread caused it; must not block. What it
+        raises is counted as ``listener_failed``.
     """
 
     def __init__(self, listener: Callable[[StoreEvent], None] | None = None) -> None:
@@ -130,12 +131,16 @@ class Ledger:
         self._names = 0
 
     def event(self, kind: str, capsule_id: str, reason: str) -> None:
-        """Note an eviction, promotion, miss or refusal; takes no lock."""
+        """Note an eviction, promotion, miss or refusal; takes no lock, never raises."""
         happened = StoreEvent(kind, capsule_id, reason)
         self.events.append(happened)
         self.counters[kind] += 1
         if self._listener is not None:
-            self._listener(happened)
+            try:
+                self._listener(happened)
+            except Exception:
+                # A verb half-way through its bookkeeping may not end in its listener's mistake.
+                self.counters['listener_failed'] += 1
 
     def counted(self, capsule_id: str | None) -> Counted:
         """Note every refusal of the verb inside with its code and reason."""
@@ -187,7 +192,8 @@ class Ledger:
 
         :raises CapsuleNotFound: with those held, and why this one went if it was held before.
         """
-        key = (session, check_id(capsule_id))
+        key = (session if session == '' else check_id(session, 'session name'),
+               check_id(capsule_id))
         with self.lock:
             capsule = self._capsules.get(key)
             if capsule is not None:

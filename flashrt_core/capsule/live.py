@@ -207,7 +207,7 @@ def _holds(dtype: torch.dtype, value: object) -> bool:
     if dtype.is_floating_point:
         largest = torch.finfo(dtype).max
         return isinstance(value, float | np.floating) or (
-            isinstance(value, int | np.integer) and -largest <= value <= largest
+            isinstance(value, int | np.integer) and -largest <= int(value) <= largest
         )
     if dtype == torch.bool:
         return isinstance(value, bool | np.bool_)

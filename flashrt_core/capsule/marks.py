@@ -83,6 +83,10 @@ class MarkRing:
         for saved, live in zip(self._saved[mark.slot], self._live):
             live.copy_(saved)
 
+    def equals(self, mark: Mark) -> bool:
+        """Whether the live small state is the mark's."""
+        return all(map(torch.equal, self._saved[mark.slot], self._live))
+
     def forget_after(self, mark: Mark) -> None:
         """Drop the marks that a rollback to `mark` undid."""
         for later in self._marks[self._marks.index(mark) + 1 :]:

@@ -182,8 +182,8 @@ class CapsuleStore:
         restore succeeds. A capsule from a lower tier moves up where pages are free.
 
         :param numerics: 'any' accepts other kernels or libraries; then nothing is bit-exact.
-        :param proof: 'digest' compares hashes of live and stored memory after the copy, which shows
-            a lost or misplaced copy, not stored bytes that changed since the snapshot (`digest`
+        :param proof: 'digest' compares hashes of live and stored memory after the copy: it shows a
+            lost or misplaced copy, not stored bytes that changed since the snapshot (`digest`
             tells those); 'replay' runs `continuation`.
         :param overrides: per named state buffer one value (or tensor) per row, written after the
             copy: ``{'branch': range(n)}`` for a fork.

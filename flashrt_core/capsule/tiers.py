@@ -125,10 +125,10 @@ class Tiers:
             capsule.leases += 1
 
     def release(self, capsule: Capsule) -> None:
-        """End a lease; pages of a dropped capsule go back with the last one."""
+        """End a lease; pages of a dropped or spilled capsule go back with the last one."""
         with self.ledger.lock:
             capsule.leases -= 1
-            if capsule.dropped and not capsule.leases:
+            if not capsule.leases and (capsule.dropped or (capsule.spill and capsule.on_disk)):
                 self._vacate(capsule)
 
     def forget(self, capsule: Capsule, reason: str) -> None:
@@ -147,6 +147,16 @@ class Tiers:
         if capsule.place is not None:
             self.arenas[capsule.place.tier].give(capsule.place)
             capsule.place = None
+        capsule.spill = False
+
+    def drop(self, capsule: Capsule) -> None:
+        """Delete a capsule and its file; if the file cannot be deleted, it stays as it is."""
+        if capsule.on_disk:
+            self.writable_disk().drop(capsule.key)
+            capsule.on_disk = False
+        self.forget(capsule, 'it was dropped on request')
+        if capsule.on_disk:  # a save ended in between
+            self.writable_disk().drop(capsule.key)
 
     def room(self, arena: Arena, nbytes: int, why: str, evict: bool = True) -> Place | None:
         """Pages for `nbytes`, others leaving by least recent use where needed.
@@ -236,12 +246,14 @@ class Tiers:
         return to
 
     def change(self, capsule: Capsule, tier: Tier, why: str, evict: bool = True) -> bool:
-        """Bring a capsule from one memory tier (or a file) to another; False where no room.
+        """Bring a capsule from one memory tier (or a file) to another.
 
-        Only by DMA or from a file: live memory is not touched.
+        Only by DMA or from a file: live memory is not touched. False, and it stays where it was,
+        where another call copies the capsule now or, with `evict` False, no page is free.
         """
         arena = self.arena(tier)
         with self.leased(capsule):
+            capsule.spill = False
             if capsule.place is None:
                 self.load(capsule)
             assert capsule.place is not None
@@ -266,16 +278,16 @@ class Tiers:
             capsule.place = place
 
     def to_disk(self, capsule: Capsule) -> None:
-        """Write a capsule's file, wait until it is durable, then free its memory."""
-        disk = self.writable_disk()
+        """Write a capsule's file, wait until it is durable, then free its memory.
+
+        Where it is being restored just then, its memory goes with the end of that restore.
+        """
+        self.writable_disk()
         if not capsule.on_disk:
             self.change(capsule, 'host', f'save of {capsule.key[1]!r}')
-            with self.leased(capsule):
-                self.save(capsule).result()
-        with self.ledger.lock:
-            if capsule.leases == 0 and not capsule.dropped:
-                self._vacate(capsule)
-        disk.check_writable()
+            self.save(capsule).result()
+        with self.leased(capsule):
+            capsule.spill = True
 
     def read(self, capsule: Capsule, begin: int, end: int) -> Iterator[memoryview]:
         """Bytes [begin, end) of a leased, resident capsule's packed form, copied to the host."""
@@ -323,41 +335,56 @@ class Tiers:
     def save(self, capsule: Capsule) -> Future[CapsuleInfo]:
         """Write a capsule in host memory to its file in the background; leases it meanwhile.
 
+        Where a save runs already, or the file is there, nothing is written a second time.
+
         :raises BudgetFull: the disk budget; nothing was written.
+        :raises CapsuleError: it left host memory before its pages were leased.
         """
         disk = self.writable_disk()
-        with self.ledger.lock:
-            if capsule.saving is not None and not capsule.saving.done():
-                return capsule.saving
         header = header_for(capsule.header.info, capsule.header.tensors, capsule.header.data_bytes)
-        disk.reserve(header)
-        self.lease(capsule)
-        assert capsule.place is not None
-        views = self.staging.views(capsule.place)
-        for row in header.tensors:
-            if row.name.startswith(GAP):
-                _zero(views, row.begin, row.end)
         saved: Future[CapsuleInfo] = Future()
-        capsule.saving = saved
-        disk.save(capsule.key, header, views).add_done_callback(
-            lambda written: self._saved(capsule, written, saved)
-        )
+        with self.ledger.lock:
+            running = capsule.saving
+            if running is not None and not running.done():
+                return running
+            if capsule.on_disk:
+                saved.set_result(capsule.info)
+                return saved
+            place = capsule.place
+            if place is None or place.tier != self.staging.tier:
+                raise CapsuleError(
+                    f'capsule {capsule.key[1]!r} was moved by another call before its file could '
+                    'be written: try again'
+                )
+            self.lease(capsule)
+            capsule.saving = saved
+        try:
+            disk.reserve(header)
+            views = self.staging.views(place)
+            for row in header.tensors:
+                if row.name.startswith(GAP):
+                    _zero(views, row.begin, row.end)
+            writing = disk.save(capsule.key, header, views)
+        except BaseException as error:
+            self.release(capsule)
+            capsule.saving = None
+            saved.set_exception(error)
+            raise
+        writing.add_done_callback(lambda written: self._saved(capsule, written, saved))
         return saved
 
     def _saved(self, capsule: Capsule, written: Future[Any], saved: Future[CapsuleInfo]) -> None:
         error = written.exception()
-        dropped = False
         with self.ledger.lock:
             if error is None:
                 capsule.on_disk = True
                 capsule.header = replace(capsule.header, digests=written.result().header.digests)
-            dropped = capsule.dropped
-            capsule.leases -= 1
-            if not capsule.leases and (dropped or (capsule.spill and error is None)):
-                self._vacate(capsule)
-                capsule.spill = False
-        if dropped and error is None and self.disk is not None:
-            self.disk.drop(capsule.key)
+            self.release(capsule)
+        if capsule.dropped and error is None and self.disk is not None:
+            try:
+                self.disk.drop(capsule.key)
+            except CapsuleError as refused:
+                error = refused
         if error is not None:
             self.ledger.event('save_failed', capsule.key[1], str(error))
             saved.set_exception(error)
