@@ -7,6 +7,7 @@ attributes of the named message, so this module imports no message type until an
 from array import array
 from collections.abc import Sequence
 import hashlib
+import struct
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,10 @@ from flashrt_ros.clocks import NANOSECONDS
 from flashrt_ros.embodiment import Embodiment
 
 Vector = NDArray[np.float64]
+
+_CDR_HEADER = 4  # bytes: representation and options
+_STAMP = struct.Struct('<iI')
+_MARK = 1.2345678901234567e-200
 
 
 def stamp_to_ns(stamp: Any) -> int:
@@ -127,49 +132,85 @@ def _listed(names: list[str], most: int = 12) -> str:
     return shown + (f' and {len(names) - most} more' if len(names) > most else '')
 
 
-class TrajectoryEncoder:
-    """Fills preallocated trajectory_msgs/JointTrajectory messages.
+class _Serialized:
+    """A serialised JointTrajectory of fixed shape whose stamp and numbers are written in place.
 
-    Each method returns the same message object again and again: publish it before the next call.
-    The stamp stays zero, which controllers read as "start now"; a stamp in the past would make
-    them drop points.
+    The bytes are those that the middleware itself makes of a marked message; the marks say where
+    its numbers lie. Converting a message of nested points anew would cost 4 us a point.
+    """
+
+    def __init__(
+        self, joint_names: Sequence[str], rows: int, step_period_s: float, *, velocities: bool
+    ) -> None:
+        from rclpy.serialization import deserialize_message
+        from rclpy.serialization import serialize_message
+        from trajectory_msgs.msg import JointTrajectory
+        from trajectory_msgs.msg import JointTrajectoryPoint
+
+        joints = len(joint_names)
+        marks = _MARK * (1.0 + np.arange(rows * joints * (1 + velocities)))
+        message = JointTrajectory(joint_names=list(joint_names))
+        for row, numbers in enumerate(marks.reshape(rows, -1)):
+            point = JointTrajectoryPoint()
+            point.positions = array('d', numbers[:joints].tobytes())
+            point.velocities = array('d', numbers[joints:].tobytes())
+            fill_stamp(point.time_from_start, round((row + 1) * step_period_s * NANOSECONDS))
+            message.points.append(point)
+        data = serialize_message(message)
+        # CDR aligns doubles to 8 bytes, counted from behind its header. What follows the last
+        # field is left over from other messages: the middleware reserves too much.
+        numbers = np.frombuffer(data, '<f8', offset=_CDR_HEADER, count=(len(data) - 4) // 8)
+        at = np.flatnonzero(np.isin(numbers, marks))[: marks.size]
+        last = message.points[-1].time_from_start
+        end = data.find(_STAMP.pack(last.sec, last.nanosec), _CDR_HEADER + 8 * int(at[-1]) + 8)
+        self._data = bytearray(data[: end + _STAMP.size])
+        if end < 0 or deserialize_message(bytes(self._data), JointTrajectory) != message or (
+                not np.array_equal(numbers[at], marks)):
+            raise ConfigError(
+                'the middleware does not serialise JointTrajectory as little endian CDR; set '
+                'RMW_IMPLEMENTATION to rmw_fastrtps_cpp or rmw_cyclonedds_cpp')
+        self._numbers = np.frombuffer(
+            self._data, '<f8', offset=_CDR_HEADER, count=(len(self._data) - _CDR_HEADER) // 8)
+        self._at = at.reshape(rows, -1)
+
+    def filled(self, numbers: Vector, stamp_ns: int) -> bytes:
+        """Return the message with ``numbers`` [rows, joints (positions) + joints (velocities)]."""
+        self._numbers[self._at] = numbers
+        _STAMP.pack_into(self._data, _CDR_HEADER, *divmod(stamp_ns, NANOSECONDS))
+        return bytes(self._data)
+
+
+class TrajectoryEncoder:
+    """Makes serialised trajectory_msgs/JointTrajectory messages, for ``publish`` as they are.
+
+    A stamp of zero is read by controllers as "start now"; one in the past would make them drop
+    points. One calling thread at a time for each method.
     """
 
     def __init__(self, joint_names: Sequence[str], *, horizon: int, step_period_s: float) -> None:
-        """Allocate a message of ``horizon`` points and one of a single point.
+        """Serialise a template for every number of points up to ``horizon``.
 
-        :raises ConfigError: when there is no joint, no row or no period.
+        :raises ConfigError: when there is no joint, no row or no period, or the middleware's
+            format is not known.
         """
         if not joint_names or horizon < 1 or not step_period_s > 0:
             raise ConfigError(
                 f'trajectory of {len(joint_names)} joints, {horizon} rows, period {step_period_s} '
                 's; all must be positive'
             )
-        from trajectory_msgs.msg import JointTrajectory
-
         self._joints = len(joint_names)
         self._horizon = horizon
         self._period_s = step_period_s
-        self._chunk = JointTrajectory(joint_names=list(joint_names))
-        self._points = [self._new_point(row) for row in range(horizon)]
-        self._positions = [np.frombuffer(point.positions) for point in self._points]
-        self._velocities = [np.frombuffer(point.velocities) for point in self._points]
-        self._single = JointTrajectory(joint_names=list(joint_names), points=[self._new_point(0)])
-        self._single.points[0].velocities = array('d')
-        self._single_positions = np.frombuffer(self._single.points[0].positions)
-
-    def _new_point(self, row: int) -> Any:
-        from trajectory_msgs.msg import JointTrajectoryPoint
-
-        point = JointTrajectoryPoint()
-        point.positions = array('d', bytes(8 * self._joints))
-        point.velocities = array('d', bytes(8 * self._joints))
-        fill_stamp(point.time_from_start, round((row + 1) * self._period_s * NANOSECONDS))
-        return point
+        self._numbers = np.zeros((horizon, 2 * self._joints))
+        self._chunks = [
+            _Serialized(joint_names, rows, step_period_s, velocities=True)
+            for rows in range(1, horizon + 1)
+        ]
+        self._single = _Serialized(joint_names, 1, step_period_s, velocities=False)
 
     def chunk(
         self, actions: Vector, *, first_step: int = 0, commanded: Vector | None = None
-    ) -> Any:
+    ) -> bytes:
         """Return the rows from ``first_step`` on, a point per step, the first a period from now.
 
         Velocities are central differences over the neighbouring rows; the last one is zero, so the
@@ -192,21 +233,20 @@ class TrajectoryEncoder:
             raise BadSize(
                 f'trajectory from step {first_step} of {len(actions)} rows; no row is left'
             )
-        for row in range(count):
-            self._positions[row][:] = rows[row]
-            if row == count - 1:
-                self._velocities[row][:] = 0.0
-                continue
-            before = rows[row - 1] if row else (rows[0] if commanded is None else commanded)
-            span = 1.0 if row == 0 and commanded is None else 2.0
-            self._velocities[row][:] = (rows[row + 1] - before) / (span * self._period_s)
-        self._chunk.points = self._points[:count]
-        return self._chunk
+        numbers = self._numbers[:count]
+        numbers[:, : self._joints] = rows
+        velocities = numbers[:, self._joints :]
+        if count > 1:
+            np.subtract(rows[2:], rows[:-2], out=velocities[1:-1])
+            velocities[0] = (
+                2.0 * (rows[1] - rows[0]) if commanded is None else rows[1] - commanded)
+            velocities[:-1] /= 2.0 * self._period_s
+        velocities[-1] = 0.0
+        return self._chunks[count - 1].filled(numbers, 0)
 
-    def point(self, command: Vector) -> Any:
+    def point(self, command: Vector, stamp_ns: int = 0) -> bytes:
         """Return one step's command, float64 [joints], to be reached after one period."""
-        self._single_positions[:] = command
-        return self._single
+        return self._single.filled(command, stamp_ns)
 
 
 def float_field(values: NDArray[Any]) -> array:

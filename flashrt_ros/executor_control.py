@@ -30,6 +30,7 @@ from flashrt_ros.hold import Cause
 from flashrt_ros.hold import HoldMachine
 from flashrt_ros.hold import Transition
 from flashrt_ros.safety import ActionGuard
+from flashrt_ros.safety import limit_path
 from flashrt_ros.safety import StepLimiter
 from flashrt_ros.statistics import Counters
 
@@ -108,6 +109,7 @@ class Control:
         self.on_step: Callable[[], None] = lambda: None
         self._counters = counters
         self._path = StepLimiter(embodiment, Counters())
+        self._max_step = embodiment.max_step
         self._speed = 1.0
         self._step_limit: tuple[int | None, str] = (None, '')
         self.ticks_played = 0
@@ -182,10 +184,13 @@ class Control:
             if self.player.held:
                 return
             commanded = self.limiter.command
-            self._path.rebase(commanded, speed=self._speed if self.limiter.blending else 1.0)
             limited = actions.copy()
-            for row in limited[first_step:]:
-                self._path.limit(row, row)
+            if self.limiter.blending:
+                self._path.rebase(commanded, speed=self._speed)
+                for row in limited[first_step:]:
+                    self._path.limit(row, row)
+            else:
+                limit_path(limited[first_step:], commanded, self._max_step)
             self.outputs.trajectory(limited, first_step, commanded)
             self.still = False
 

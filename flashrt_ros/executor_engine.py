@@ -11,6 +11,9 @@ import threading
 import time
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from flashrt_core.errors import ActionError
 from flashrt_core.errors import DeviceLost
 from flashrt_core.errors import LaneError
@@ -35,6 +38,7 @@ from flashrt_ros.executor_tick import TickTimes
 from flashrt_ros.hold import Cause
 from flashrt_ros.hold import Phase
 from flashrt_ros.hold import TickWatch
+from flashrt_ros.hold import Transition
 from flashrt_ros.observations import first_error
 from flashrt_ros.observations import ObservationWatch
 from flashrt_ros.observations import StreamVerdict
@@ -180,9 +184,7 @@ class Engine:
     def play(self, chunk: Chunk, prepared: Prepared) -> None:
         """Put the chunk of a committed branch into play as if a tick had made it."""
         with self.control.submit_lock:
-            self._committed(chunk, prepared)
-            if self.control.holds.may_tick:
-                self._finish(chunk, prepared)
+            self._finish(chunk, prepared, self.control.holds.may_tick)
 
     def settle(self, timeout_s: float) -> None:
         """Wait until a tick dropped by a hold or interrupt has left the lane; verb threads.
@@ -302,13 +304,14 @@ class Engine:
         inferred = time.perf_counter()
         with control.submit_lock:
             self._running = None
-            if start.epoch == control.progress.epoch and not control.changing:
-                self._committed(chunk, prepared)
-            if generation != control.generation:
+            # A tick that began before a hold, or before the resync after it, saw an older robot.
+            wanted = generation == control.generation and control.holds.may_tick and (
+                resync == (control.holds.phase is Phase.RESYNC))
+            played = self._finish(chunk, prepared, wanted)
+            if not wanted:
                 self.counters.add('results_dropped')
                 self.watch.dropped()
                 return False
-            played = self._finish(chunk, prepared)
         if self.watch.finished(time.monotonic_ns()) and (
                 self.watch.misses_in_a_row >= self._parameters['tick_misses_to_hold']):
             control.hold(Cause.TICK_DEADLINE,
@@ -334,8 +337,38 @@ class Engine:
             raise DeviceLost(f'a tick did not end within {limit:g} s ({error!r}); the process '
                              'exits to be respawned') from error
 
-    def _finish(self, chunk: Chunk, prepared: Prepared) -> bool:
-        """Check a chunk, put it into play and publish it; under the submit lock."""
+    def _finish(self, chunk: Chunk, prepared: Prepared, wanted: bool) -> bool:
+        """Put a chunk into play when it is wanted, then tell of it; under the submit lock.
+
+        The command leaves before anything else is published. A committed tick always tells what it
+        took in, played or not: a replay needs it.
+        """
+        control, outputs = self.control, self.control.outputs
+        committed = prepared.start.epoch == control.progress.epoch and not control.changing
+        if committed:
+            self.book.committed(prepared, chunk)
+            control.progress.tick = chunk.tick
+        try:
+            played = self._play(chunk, prepared) if wanted else None
+        finally:
+            if committed:
+                outputs.tick_input(chunk, prepared)
+        if played is None:
+            return False
+        actions, first, transition = played
+        outputs.chunk(chunk, prepared, actions, first)
+        outputs.heartbeat()
+        control.emit(transition)
+        outputs.status()
+        return control.holds.phase is Phase.RUN
+
+    def _play(
+        self, chunk: Chunk, prepared: Prepared
+    ) -> tuple[NDArray[np.float64], int, Transition | None] | None:
+        """Check a chunk and put it into play: its checked actions, its first step, what it ended.
+
+        :return: None when all of it is past.
+        """
         control = self.control
         running = control.holds.phase is Phase.RUN
         late = control.player.steps_executed - prepared.start.at_step
@@ -354,23 +387,13 @@ class Engine:
         self.counters.add('ticks')
         if not control.player.swap(guarded.actions, prepared.start).accepted:
             self.counters.add('chunks_too_late')
-            return False
+            return None
         now = time.monotonic_ns()
         transition = None if running else control.holds.offer(
             now if self.lock_step else prepared.observation.oldest_received_ns, now)
         if not control.stream:
             control.publish_chunk(guarded.actions, first)
-        control.outputs.chunk(chunk, prepared, guarded.actions, first)
-        control.outputs.heartbeat()
-        control.emit(transition)
-        control.outputs.status()
-        return control.holds.phase is Phase.RUN
-
-    def _committed(self, chunk: Chunk, prepared: Prepared) -> None:
-        """Keep account of a tick whose state was committed, played or not: a replay needs it."""
-        self.book.committed(prepared, chunk)
-        self.control.progress.tick = chunk.tick
-        self.control.outputs.tick_input(chunk, prepared)
+        return guarded.actions, first, transition
 
     def _mark(self, generation: int) -> None:
         # After a verb the boundary is no longer the one this tick has committed.

@@ -12,6 +12,7 @@ from sensor_msgs.msg import JointState
 
 from flashrt_core.errors import FlashrtError
 from flashrt_ros import qos
+from flashrt_ros.attendant import Attendant
 from flashrt_ros.clocks import RosReading
 from flashrt_ros.embodiment import Embodiment
 from flashrt_ros.executor_engine import Engine
@@ -20,7 +21,11 @@ from flashrt_ros.msg import Subgoal
 
 
 class ExecutorInputs:
-    """Opened by configure, closed by cleanup; callbacks run on the executor thread."""
+    """Opened by configure, closed by cleanup.
+
+    Joints and images are taken by a thread of their own, so that neither services nor subgoals
+    delay them; subgoals by the executor thread.
+    """
 
     def __init__(self, node: Any) -> None:
         """Start closed.
@@ -29,33 +34,44 @@ class ExecutorInputs:
         """
         self._node = node
         self._made: list[Subscription] = []
+        self._attendant: Attendant | None = None
         self._group = MutuallyExclusiveCallbackGroup()
 
     def open(self, embodiment: Embodiment) -> None:
         """Subscribe to the robot's joints, its cameras and the planner's subgoals."""
         compressed = self._node.parameters['image_transport'] == 'compressed'
-        self._listen(JointState, 'joint_states', self._on_joints, qos.sensor())
+        self._attendant = Attendant(self._node, 'inputs')
+        self._attend(JointState, 'joint_states', self._on_joints)
         for view, topic in embodiment.views.items():
-            self._listen(
+            self._attend(
                 CompressedImage if compressed else Image,
                 f'images/{topic}/compressed' if compressed else f'images/{topic}',
-                lambda message, view=view: self._on_image(view, message, compressed),
-                qos.sensor())
+                lambda message, view=view: self._on_image(view, message, compressed))
+        self._attendant.start()
         self._listen(Subgoal, 'subgoal', self._on_subgoal, qos.command())
 
     def close(self) -> None:
         """Unsubscribe; callable twice."""
+        if self._attendant is not None:
+            self._attendant.close()
+        self._attendant = None
         for subscription in self._made:
             self._node.destroy_subscription(subscription)
         self._made.clear()
 
+    def _attend(self, message_type: Any, topic: str, callback: Callable[[Any], None]) -> None:
+        assert self._attendant is not None
+        self._attendant.listen(
+            self._listen(message_type, topic, callback, qos.sensor()), callback)
+
     def _listen(self, message_type: Any, topic: str, callback: Callable[[Any], None],
-                profile: QoSProfile) -> None:
+                profile: QoSProfile) -> Subscription:
         resolved = self._node.resolve_topic_name(topic)
         self._made.append(self._node.create_subscription(
             message_type, topic, callback, profile, callback_group=self._group,
             event_callbacks=qos.subscription_events(resolved, self._node.report.qos_mismatch),
             qos_overriding_options=qos.overridable()))
+        return self._made[-1]
 
     def _on_joints(self, message: JointState) -> None:
         self._take('joint_states', lambda engine, now: engine.observations.on_joints(message, now))

@@ -75,9 +75,7 @@ class ExecutorOutputs:
     def command(self, position: NDArray[np.float64]) -> None:
         """Send one step's command."""
         assert self._encoder is not None
-        message = self._encoder.point(position)
-        fill_stamp(message.header.stamp, self.stamp_ns)
-        self.commands.publish(message)
+        self.commands.publish(self._encoder.point(position, self.stamp_ns))
 
     def trajectory(self, actions: NDArray[np.float64], first_step: int,
                    commanded: NDArray[np.float64]) -> None:

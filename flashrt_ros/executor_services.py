@@ -1,7 +1,8 @@
 """The executor's services: requests to verbs, results to replies.
 
 A reply never says success for a partial effect and carries the code of the error otherwise;
-nothing raises out of here. Verbs that touch the device run on worker threads.
+nothing raises out of here. Requests are taken by a thread of their own; verbs that touch the
+device run on worker threads, which send their replies themselves.
 """
 
 from collections.abc import Callable
@@ -11,8 +12,6 @@ import time
 import traceback
 from typing import Any
 
-from rclpy.callback_groups import ReentrantCallbackGroup
-
 from flashrt_core.capsule import CapsuleInfo
 from flashrt_core.capsule import check_id
 from flashrt_core.errors import ActionJump
@@ -20,6 +19,8 @@ from flashrt_core.errors import FlashrtError
 from flashrt_core.errors import ParameterInvalid
 from flashrt_core.errors import WrongState
 from flashrt_ros import srv
+from flashrt_ros.attendant import Attendant
+from flashrt_ros.attendant import Reply
 from flashrt_ros.conversions import fill_stamp
 from flashrt_ros.conversions import stamp_to_ns
 from flashrt_ros.executor_episode import END
@@ -49,7 +50,7 @@ class ExecutorServices:
         self._node = node
         self._pool = ThreadPoolExecutor(_WORKERS, thread_name_prefix='verb')
         self._asked_holds: set[str] = set()
-        self._group = ReentrantCallbackGroup()
+        self._attendant = Attendant(node, 'services')
         self._serve('reset', srv.Reset, self._reset, CONFIGURED, waits=True)
         self._serve('snapshot', srv.Snapshot, self._snapshot, CONFIGURED, waits=True)
         self._serve('restore', srv.Restore, self._restore, CONFIGURED, waits=True)
@@ -63,9 +64,11 @@ class ExecutorServices:
         self._serve('set_subgoal', srv.SetSubgoal, self._set_subgoal, CONFIGURED, waits=False)
         self._serve('hold', srv.Hold, self._hold, CONFIGURED, waits=False)
         self._serve('resume', srv.Resume, self._resume, (ACTIVE,), waits=False)
+        self._attendant.start()
 
     def close(self) -> None:
-        """Let the workers end."""
+        """Take no more requests and let the workers end."""
+        self._attendant.close()
         self._pool.shutdown(wait=False)
 
     def run(self, function: Callable[[], Any]) -> Any:
@@ -103,21 +106,26 @@ class ExecutorServices:
 
     def _serve(self, name: str, srv_type: Any, handler: Callable[[Any, Any], str],
                states: tuple[str, ...], waits: bool) -> None:
-        async def callback(request: Any, response: Any) -> Any:
-            begun = time.perf_counter()
+        def answer(request: Any, reply: Reply, begun: float) -> None:
+            response = srv_type.Response()
             try:
                 self.require(states, f'~/{name}')
-                if waits:
-                    response.message = await self.run(lambda: handler(request, response))
-                else:
-                    response.message = handler(request, response)
+                response.message = handler(request, response)
                 response.success, response.code = True, 'ok'
             except Exception as error:
                 response = self._failed(name, srv_type.Response(), error)
             response.duration_us = (time.perf_counter() - begun) * 1e6
-            return response
+            reply(response)
 
-        self._node.create_service(srv_type, f'~/{name}', callback, callback_group=self._group)
+        def take(request: Any, reply: Reply) -> None:
+            begun = time.perf_counter()
+            if waits:
+                self._pool.submit(answer, request, reply, begun)
+            else:
+                answer(request, reply, begun)
+
+        service = self._node.create_service(srv_type, f'~/{name}', lambda *_: None)
+        self._attendant.serve(service, take)
 
     def _failed(self, name: str, response: Any, error: Exception) -> Any:
         response.success = False

@@ -30,6 +30,43 @@ COUNTERS = (
 )
 
 
+TOLERANCE = 1e-9  # of a step limit
+
+
+def step_sizes(rows: Vector, before: Vector) -> Vector:
+    """Return how far each row lies from the one before it, float64 [rows, joints], not negative.
+
+    :param before: float64 [joints], what the first row follows.
+    """
+    moves = np.empty_like(rows)
+    np.subtract(rows[0], before, out=moves[0])
+    np.subtract(rows[1:], rows[:-1], out=moves[1:])
+    return np.abs(moves, out=moves)
+
+
+def limit_path(rows: Vector, before: Vector, step: Vector) -> int:
+    """Hold each row within ``step`` of the one before, in place; return the elements held back.
+
+    :param rows: float64 [rows, joints]; before: float64 [joints], what the first row follows.
+    :param step: float64 [joints], largest move from row to row.
+    """
+    beyond = step_sizes(rows, before) > step * (1.0 + TOLERANCE)
+    if not beyond.any():
+        return 0
+    limited = 0
+    # A recurrence down the rows: plain floats take 0.1 us an element, numpy 5 us a row.
+    for joint in np.flatnonzero(beyond.any(axis=0)):
+        column, last, most = rows[:, joint].tolist(), float(before[joint]), float(step[joint])
+        tolerance = most * TOLERANCE
+        for at, wanted in enumerate(column):
+            low, high = last - most, last + most
+            last = low if wanted < low else high if wanted > high else wanted
+            limited += abs(wanted - last) > tolerance
+            column[at] = last
+        rows[:, joint] = column
+    return limited
+
+
 @dataclass(frozen=True)
 class GuardedChunk:
     """A chunk that may be played."""
@@ -127,27 +164,22 @@ class ActionGuard:
 
     def _limit_steps(self, played: Vector, commanded: Vector | None) -> int:
         step = self._robot.max_step
-        tolerance = step * 1e-9
-        before = played[:1] if commanded is None else commanded[None, :]
-        path = np.concatenate([before, played])
-        moves = np.abs(np.diff(path, axis=0))
-        if not (moves > step + tolerance).any():
-            return 0
+        before = played[0] if commanded is None else commanded
         if self._reject:
+            moves = step_sizes(played, before)
+            beyond = moves > step * (1.0 + TOLERANCE)
+            if not beyond.any():
+                return 0
             self._counters.add('chunks_jump')
-            row, joint = (int(at) for at in np.argwhere(moves > step + tolerance)[0])
+            row, joint = (int(at) for at in np.argwhere(beyond)[0])
             raise ActionJump(
                 f'{self._robot.names[joint]} moves {moves[row, joint]:.4f} '
                 f'{self._robot.joints[joint].unit} in one step, max_step is {step[joint]:.4f}; '
                 'retrain, raise max_step or set limits to clamp'
             )
-        limited, last = 0, path[0]
-        for target in played:
-            wanted = target.copy()
-            np.clip(target, last - step, last + step, out=target)
-            limited += int((np.abs(wanted - target) > tolerance).sum())
-            last = target
-        self._counters.add('steps_limited', limited)
+        limited = limit_path(played, before, step)
+        if limited:
+            self._counters.add('steps_limited', limited)
         return limited
 
     def _describe_limit(self, played: Vector, outside: NDArray[np.bool_]) -> str:

@@ -108,10 +108,27 @@ def test_a_position_that_is_not_finite_is_refused_by_name(value):
         JointReader(robot()).read(joint_state(a=1, b=value, c=3))
 
 
+class Decoded:
+    """An encoder whose serialised messages are decoded by rclpy."""
+
+    def __init__(self, names, **options):
+        self._encoder = TrajectoryEncoder(names, **options)
+
+    def chunk(self, *args, **options):
+        return self._decode(self._encoder.chunk(*args, **options))
+
+    def point(self, *args):
+        return self._decode(self._encoder.point(*args))
+
+    @staticmethod
+    def _decode(data):
+        assert isinstance(data, bytes)
+        message_type = pytest.importorskip('trajectory_msgs.msg').JointTrajectory
+        return pytest.importorskip('rclpy.serialization').deserialize_message(data, message_type)
+
+
 def encoder(horizon=5, joints=2):
-    pytest.importorskip('trajectory_msgs.msg')
-    return TrajectoryEncoder(
-        ['a', 'b', 'c'][:joints], horizon=horizon, step_period_s=0.02)
+    return Decoded(['a', 'b', 'c'][:joints], horizon=horizon, step_period_s=0.02)
 
 
 def test_a_chunk_becomes_a_trajectory_with_strictly_increasing_times():
@@ -126,8 +143,7 @@ def test_a_chunk_becomes_a_trajectory_with_strictly_increasing_times():
 
 @given(st.floats(1e-4, 10.0), st.integers(1, 60))
 def test_times_increase_strictly_for_any_period(period, horizon):
-    pytest.importorskip('trajectory_msgs.msg')
-    message = TrajectoryEncoder(['a'], horizon=horizon, step_period_s=period).chunk(
+    message = Decoded(['a'], horizon=horizon, step_period_s=period).chunk(
         np.zeros((horizon, 1)))
     times = [stamp_to_ns(point.time_from_start) for point in message.points]
     assert times[0] > 0 and (np.diff(times) > 0).all()
@@ -179,12 +195,29 @@ def test_an_empty_trajectory_is_refused_at_configure():
         TrajectoryEncoder([], horizon=5, step_period_s=0.02)
 
 
-def test_a_trajectory_survives_serialisation():
+@given(st.lists(st.text('ab_c', min_size=1, max_size=9), min_size=1, max_size=5, unique=True),
+       st.integers(1, 6), st.integers(0, 2**31 - 1))
+def test_a_filled_message_is_what_rclpy_makes_of_the_same_fields(names, horizon, stamp_ns):
     rclpy_serialization = pytest.importorskip('rclpy.serialization')
-    message = encoder().chunk(np.arange(10.0).reshape(5, 2))
+    encode = Decoded(names, horizon=horizon, step_period_s=0.02)
+    actions = np.random.default_rng(1).normal(size=(horizon, len(names)))
+    message = encode.chunk(actions)
+    assert message.joint_names == names and len(message.points) == horizon
+    assert np.array_equal([point.positions for point in message.points], actions)
+    assert all(not point.accelerations and not point.effort for point in message.points)
     again = rclpy_serialization.deserialize_message(
         rclpy_serialization.serialize_message(message), type(message))
     assert again == message
+    point = encode.point(actions[0], stamp_ns)
+    assert stamp_to_ns(point.header.stamp) == stamp_ns
+    assert list(point.points[0].positions) == list(actions[0])
+
+
+def test_a_serialised_trajectory_ends_with_its_last_field():
+    encode = TrajectoryEncoder(['a', 'b'], horizon=5, step_period_s=0.02)
+    ends = {encode.chunk(np.zeros((rows, 2)))[-8:] for rows in range(1, 6)}
+    assert [int.from_bytes(end[4:], 'little') for end in sorted(ends)] == [
+        20_000_000, 40_000_000, 60_000_000, 80_000_000, 100_000_000]
 
 
 @given(st.integers(0, (2**31 - 1) * 10**9 + 999_999_999))
