@@ -24,6 +24,7 @@ from .format import GAP
 from .format import Header
 from .format import TensorRow
 from .records import check_id
+from .records import plain
 
 SAME, DIFFERENT, REFUSED = 0, 1, 2
 Answer = tuple[int, Any, list[str]]
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         return _fail('system', f'{error.filename or "file"}: {error.strerror}', options.json)
     try:
-        print(json.dumps(value, indent=2) if options.json else '\n'.join(lines), flush=True)
+        _print(json.dumps(value, indent=2) if options.json else '\n'.join(map(plain, lines)))
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return code
@@ -52,9 +53,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _fail(code: str, message: str, as_json: bool) -> int:
     if as_json:
-        print(json.dumps({'error': code, 'message': message}))
-    print(f'error [{code}]: {message}', file=sys.stderr)
+        _print(json.dumps({'error': code, 'message': message}))
+    print(plain(f'error [{code}]: {message}'), file=sys.stderr)
     return REFUSED
+
+
+def _print(text: str) -> None:
+    """Write to the screen, whatever it can show: a label's letters never end a command."""
+    encoding = sys.stdout.encoding or 'utf-8'
+    print(text.encode(encoding, 'backslashreplace').decode(encoding), flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -73,7 +80,8 @@ def _parser() -> argparse.ArgumentParser:
     command('ls', _ls, 'list the capsules of a directory', 'DIRECTORY')
     command('show', _show, 'show one file: lineage, identity, buffers', 'FILE')
     command('diff', _diff, 'name the fields and buffers that differ, with bytes', 'FILE', 'OTHER')
-    verify = command('verify', _verify, 'check every digest of files')
+    verify = command('verify', _verify, 'check every digest of files: that they hold what was '
+                     'written, not that it is good; a session compares its identity at restore')
     verify.add_argument('files', metavar='FILE', type=Path, nargs='+')
     export = command('export', _export, 'copy a capsule out of a directory, checked', 'DIRECTORY')
     export.add_argument('id', metavar='ID')

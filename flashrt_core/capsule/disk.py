@@ -23,6 +23,7 @@ from ..errors import ConfigError
 from ..errors import TierUnavailable
 from . import files
 from .format import Header
+from .records import plain
 
 FILE_LIMIT = 65536
 Key = tuple[str, str]
@@ -81,7 +82,7 @@ class DiskTier:
         self._writer = ThreadPoolExecutor(1, 'capsule-writer')
         if writable:
             for name in files.clean_temporaries(self._fd):
-                event('cleaned', shown(name), 'left by a writer that was killed')
+                event('cleaned', plain(name), 'left by a writer that was killed')
         self._scan()
         if writable:
             self._expire()
@@ -102,7 +103,7 @@ class DiskTier:
                         raise CapsuleCorrupt(f'file {name!r} holds {key}: rename by import')
                     self._files[key] = Stored(header, size, now - max(0.0, wall - changed))
             except CapsuleError as error:
-                self._event('skipped', shown(name), str(error))
+                self._event('skipped', plain(name)[:100], str(error))
 
     def _expire(self) -> None:
         if self._max_age_s is None:
@@ -232,8 +233,3 @@ class DiskTier:
         self.drop(key)
         self._left(key, reason)
         self._event('left_disk', key[1], reason)
-
-
-def shown(name: str) -> str:
-    """A foreign file's name as plain text for events, whatever bytes it is made of."""
-    return name.encode('ascii', 'backslashreplace').decode()[:100]

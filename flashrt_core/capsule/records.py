@@ -48,6 +48,11 @@ def check_label(value: object) -> str:
     )
 
 
+def plain(text: str) -> str:
+    """Text of a foreign file as one printable line: control characters and lone bytes escaped."""
+    return ''.join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 def utc_now() -> str:
     """Wall clock as ISO 8601 UTC; a label for people, never used for ordering or deadlines."""
     return datetime.now(UTC).isoformat(timespec='microseconds')

@@ -149,3 +149,34 @@ def test_the_module_runs_as_a_command(folder: Path) -> None:
         [sys.executable, '-m', 'flashrt_core.capsule', 'ls', str(folder)],
         capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and 'first' in done.stdout
+
+
+def test_hostile_text_of_a_file_reaches_no_terminal_as_it_is(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = small_store(cpu_backend(), disk_bytes=8 * MIB, directory=tmp_path, allow_disk=True)
+    hostile = Identity({'config': 'clear \x1b[2J and \ud800\nlayout.weights: good'}, {})
+    store.snapshot(Session(cpu_backend(), identity=hostile).boundary, 'a')
+    store.move('a', 'disk')
+    store.snapshot(Session(cpu_backend()).boundary, 'b')
+    store.move('b', 'disk')
+    store.close()
+    (tmp_path / 'odd\x1b[2J\udcff.capsule').write_bytes(b'junk')
+    for argv in (['show', tmp_path / 'a.capsule'], ['ls', tmp_path],
+                 ['diff', tmp_path / 'a.capsule', tmp_path / 'b.capsule'],
+                 ['verify', tmp_path / 'odd\x1b[2J\udcff.capsule'],
+                 ['import', tmp_path / 'odd\x1b[2J\udcff.capsule', tmp_path]):
+        code, out, err = run(capsys, *argv)
+        assert code in (0, 1, 2) and out + err
+        assert all(line.isprintable() for line in (out + err).split('\n'))
+        assert not any(line.startswith('layout.weights: good') for line in out.split('\n'))
+
+
+def test_a_screen_that_cannot_show_a_label_gets_it_escaped(folder: Path) -> None:
+    store = small_store(cpu_backend(), disk_bytes=64 * MIB, directory=folder, allow_disk=True)
+    store.snapshot(Session(cpu_backend()).boundary, 'c', label='grün')
+    store.move('c', 'disk')
+    store.close()
+    done = subprocess.run(
+        [sys.executable, '-m', 'flashrt_core.capsule', 'ls', str(folder)], capture_output=True,
+        env={'PATH': '', 'PYTHONIOENCODING': 'ascii'}, cwd=Path(__file__).parents[2], check=False)
+    assert done.returncode == 0 and b'gr\\xfcn' in done.stdout
