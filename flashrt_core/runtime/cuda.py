@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence
+import contextlib
 from contextlib import AbstractContextManager
 import ctypes
 import math
@@ -108,6 +109,7 @@ class CudaBackend:
         self.device = torch.device('cuda', index)
         self._holders = Holders()
         self._integrated = bool(torch.cuda.get_device_properties(index).is_integrated)
+        self._registers = _host_register_supported(index)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, host: bool = False) -> torch.Tensor:
         """Allocate device memory, or pinned host memory."""
@@ -115,9 +117,9 @@ class CudaBackend:
         try:
             if not host:
                 return torch.empty(tuple(shape), dtype=dtype, device=self.device)
-            if nbytes < REGISTER_NBYTES:
-                return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
-            return _registered(nbytes).view(dtype)[:math.prod(shape)].view(tuple(shape))
+            registers = self._registers and nbytes >= REGISTER_NBYTES
+            pinned = _pinned(nbytes, self.device, registers)
+            return pinned.view(dtype)[:math.prod(shape)].view(tuple(shape))
         except (torch.OutOfMemoryError, MemoryError, OSError) as error:
             raise self._out_of_memory(nbytes, 'an allocation', host) from error
 
@@ -243,16 +245,41 @@ class _Pages(mmap.mmap):
     """Anonymous pages that a finalizer can watch."""
 
 
-def _registered(nbytes: int) -> torch.Tensor:
-    """Return uint8 ``[n >= nbytes]`` in page-locked pages of its own, released with the tensor."""
+def _host_register_supported(index: int) -> bool:
+    """Whether the device can page-lock memory that it did not allocate; Jetson cannot."""
+    from cuda.bindings import runtime
+    attribute = runtime.cudaDeviceAttr.cudaDevAttrHostRegisterSupported
+    status, supported = runtime.cudaDeviceGetAttribute(attribute, index)
+    return int(status) == 0 and bool(supported)
+
+
+def _pinned(nbytes: int, device: torch.device, registers: bool) -> torch.Tensor:
+    """Return page-locked uint8 ``[n >= nbytes]``; from torch's pool where pages cannot be had."""
+    pages = _registered(nbytes) if registers else None
+    if pages is not None:
+        return pages
+    if registers:
+        # The refusal is still the thread's last CUDA error: the next launch takes and reports it.
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device=device)
+    try:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:
+        raise MemoryError(str(error)) from error
+
+
+def _registered(nbytes: int) -> torch.Tensor | None:
+    """Return uint8 ``[n >= nbytes]`` in page-locked pages of its own, released with the tensor.
+
+    None where the driver refuses to lock them.
+    """
     size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     pages = _Pages(-1, size)
     tensor = torch.frombuffer(pages, dtype=torch.uint8)
     address = tensor.data_ptr()
     runtime = torch.cuda.cudart()
-    code = int(runtime.cudaHostRegister(address, size, 0))
-    if code != 0:
-        raise MemoryError(f'cudaHostRegister of {size} bytes failed with code {code}')
+    if int(runtime.cudaHostRegister(address, size, 0)) != 0:
+        return None
     # The finalizer runs before the pages are unmapped; the storage of every view holds them.
     weakref.finalize(pages, runtime.cudaHostUnregister, address).atexit = False
     return tensor

@@ -191,6 +191,19 @@ def test_pinned_pages_are_given_back(gpu):
     assert again.is_pinned() and address
 
 
+@pytest.mark.parametrize('refuses', ['by its attribute', 'when asked'])
+def test_a_device_that_registers_no_pages_pins_through_torch(gpu, monkeypatch, refuses):
+    if refuses == 'by its attribute':
+        monkeypatch.setattr(gpu, '_registers', False)
+    else:
+        # A real refusal leaves an error behind that the next launch would report.
+        monkeypatch.setattr('flashrt_core.runtime.cuda.mmap.PAGESIZE', 1 << 50)
+        monkeypatch.setattr('flashrt_core.runtime.cuda._Pages', lambda fd, size: bytearray(4096))
+    tensor = gpu.empty((3, 1 << 20), torch.float32, host=True)
+    assert tensor.is_pinned() and tensor.shape == (3, 1 << 20)
+    assert torch.ones(4, device=gpu.device).sum().item() == 4
+
+
 def test_segment_times_grow_with_the_work(gpu, gpu_lane):
     small, _ = matmul_graph(gpu, gpu_lane, 'small', size=64, times=1)
     large, _ = matmul_graph(gpu, gpu_lane, 'large', size=4096, times=8)
