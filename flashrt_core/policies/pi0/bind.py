@@ -23,6 +23,7 @@ from flashrt_core.checkpoints import pi0_targets
 from flashrt_core.checkpoints import SafetensorsReader
 from flashrt_core.policies.pi0.config import load_config
 from flashrt_core.policies.pi0.config import Pi0Config
+from flashrt_core.policies.pi0.graphs import forward_of
 from flashrt_core.policies.pi0.graphs import make_graphs
 from flashrt_core.policies.pi0.layout import buffer_specs
 from flashrt_core.policies.pi0.layout import STATE
@@ -89,7 +90,8 @@ class Pi0Policy:
 def make_identity(c: Pi0Config, digest: str, backend: Backend) -> Identity:
     """Return who a state belongs to: config and weights, device and libraries; lane thread."""
     layout = {'family': 'pi0', 'weights': digest, **c.layout()}
-    return Identity(layout, numerics_of(backend.device, {'attention': 'matmul-softmax'}))
+    forward = forward_of(c, backend.device).__name__.rsplit('.', 1)[-1]
+    return Identity(layout, numerics_of(backend.device, {'forward': f'pi0.{forward}'}))
 
 
 def use_threads(c: Pi0Config, backend: Backend) -> None:

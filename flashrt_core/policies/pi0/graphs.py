@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from types import ModuleType
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from flashrt_core.policies.pi0 import fast
 from flashrt_core.policies.pi0 import layout
 from flashrt_core.policies.pi0 import model
 from flashrt_core.policies.pi0.config import Pi0Config
@@ -43,26 +45,32 @@ PORTS = {
 def make_graphs(c: Pi0Config, buffers: BufferSet) -> tuple[Graph, ...]:
     """Return the graphs vision, prefix and denoise with every port bound."""
     graphs = []
+    forward = forward_of(c, buffers['prefix_kv'].tensor.device)
     for name, body in (
         ('vision', vision_body),
         ('prefix', prefix_body),
         ('denoise', denoise_body),
     ):
         names = [buffer.name for buffer in buffers if buffer.name.startswith(PORTS[name])]
-        graph = Graph(name, partial(body, c), names)
+        graph = Graph(name, partial(body, c, forward), names)
         graph.bind_all({port: buffers[port] for port in names})
         graphs.append(graph)
     return tuple(graphs)
 
 
-def vision_body(c: Pi0Config, b: Ports, key: ShapeKey) -> None:
+def forward_of(c: Pi0Config, device: torch.device) -> ModuleType:
+    """Return ``fast`` where its kernels serve these sizes on this device, else ``model``."""
+    return fast if fast.selected(c, device) else model
+
+
+def vision_body(c: Pi0Config, forward: ModuleType, b: Ports, key: ShapeKey) -> None:
     """Copy the inputs in and encode the views into ``image_tokens``."""
     for name in layout.INPUTS:
         b[f'input.{name}'].copy_(b[f'host.{name}'], non_blocking=True)
-    b['image_tokens'].copy_(model.encode_views(b['input.images'], b, c))
+    b['image_tokens'].copy_(forward.encode_views(b['input.images'], b, c))
 
 
-def prefix_body(c: Pi0Config, b: Ports, key: ShapeKey) -> None:
+def prefix_body(c: Pi0Config, forward: ModuleType, b: Ports, key: ShapeKey) -> None:
     """Latch text into ``next.*`` and write the prefix' keys, values and mask.
 
     The prefix is that of row 0: rows are branches of one observation and share prompt and subgoal.
@@ -86,10 +94,10 @@ def prefix_body(c: Pi0Config, b: Ports, key: ShapeKey) -> None:
     b['prefix_mask'].copy_(mask)
     text = torch.cat([b['next.prompt_tokens'], b['next.subgoal_tokens']])
     text = text.clamp(0, c.vocab - 1)  # padding may hold anything
-    model.encode_prefix(b['image_tokens'], text, mask, b['prefix_kv'], b, c)
+    forward.encode_prefix(b['image_tokens'], text, mask, b['prefix_kv'], b, c)
 
 
-def denoise_body(c: Pi0Config, b: Ports, key: ShapeKey) -> None:
+def denoise_body(c: Pi0Config, forward: ModuleType, b: Ports, key: ShapeKey) -> None:
     """Turn noise into actions, blend them with the previous chunk, commit the state, copy out."""
     rows = int(key[1])  # type: ignore[call-overload]
     control = b['input.control']
@@ -101,7 +109,7 @@ def denoise_body(c: Pi0Config, b: Ports, key: ShapeKey) -> None:
     joints = b['input.state']
     state = (joints - b['table.state_mean']) / b['table.state_std']
     state = F.pad(state, (0, c.state_width - c.state_dim))
-    actions = model.denoise(noise, state, b['prefix_kv'], b['prefix_mask'], b, c)
+    actions = forward.denoise(noise, state, b['prefix_kv'], b['prefix_mask'], b, c)
     actions = actions[..., : c.action_dim] * b['table.action_std'] + b['table.action_mean']
     if c.relative:
         own = F.pad(joints, (0, max(0, c.action_dim - c.state_dim)))[: c.action_dim]

@@ -1,0 +1,279 @@
+"""A policy at real size: from new pixels to actions on the host, beside its floor."""
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from dataclasses import replace
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from flashrt_core.bench._report import percentiles
+from flashrt_core.bench._report import Report
+from flashrt_core.kernels import _triton
+from flashrt_core.policies import TickInput
+from flashrt_core.policies.pi0 import model
+from flashrt_core.policies.pi0 import Pi0Policy
+from flashrt_core.policies.pi0 import Pi0Session
+from flashrt_core.policies.pi0.config import load_config
+from flashrt_core.policies.pi0.config import Pi0Config
+from flashrt_core.policies.pi0.graphs import forward_of
+from flashrt_core.runtime import pick_backend
+
+WARM_UP = 20
+CHECKED = 8        # ticks whose actions are compared afterwards
+MATMUL = 8192      # size of the product that gives the arithmetic ceiling
+COPY_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one tick must do: operations of each segment, bytes that the expert must read."""
+
+    vision: float
+    prefix: float
+    denoise: float
+    expert_bytes: float
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Measured rates of the device: dense product FLOP/s, copied bytes/s (read plus written)."""
+
+    flops: float
+    bytes: float
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument('--device', choices=('auto', 'cpu', 'cuda'), default='auto')
+    parser.add_argument('--config', default='pi0', help='name or file (default: %(default)s)')
+    parser.add_argument('--views', type=int, nargs='+', default=[1, 2, 3])
+    parser.add_argument('--repeats', type=int, default=500, help='ticks (default 500)')
+    parser.add_argument('--prompt', type=int, default=48,
+                        help='language tokens in all, one of them the subgoal (default 48)')
+    parser.add_argument('--reference', action='store_true',
+                        help="time transformers' PI0, eager, too")
+
+
+def run(arguments: argparse.Namespace) -> Report:
+    """Measure and return the report."""
+    report = Report('vla', details={'repeats': arguments.repeats})
+    backend = pick_backend(arguments.device)
+    base = replace(load_config(arguments.config), prompt_tokens=arguments.prompt - 1,
+                   subgoal_tokens=1, statistics=type(load_config('pi0').statistics)(),
+                   units=(), relative=())
+    ceilings = measure_ceilings(backend.device, base.torch_dtype)
+    report.details['ceilings'] = vars(ceilings)
+    reference = Reference(base, backend.device) if arguments.reference else None
+    for views in arguments.views:
+        c = replace(base, views=tuple(f'view{i}' for i in range(views)))
+        begin = time.perf_counter()
+        session = Pi0Policy().bind(backend, c)
+        bound_s = time.perf_counter() - begin
+        try:
+            row = _measure(session, ceilings, arguments.repeats, report)
+            if views == arguments.views[-1]:  # the profiler slows every launch after it
+                row['kernels'] = _kernels(session)
+        finally:
+            session.close()
+        del session
+        if reference is not None:
+            row['transformers_ms'] = reference.milliseconds(views)
+        report.add(**row, bind_s=bound_s)
+    report.details['kernels'] = _triton.choices()
+    report.notes += [
+        'tick: submit to result in the calling thread, new pixels and noise each time; vision, '
+        'prefix, denoise: device time of the segments, medians.',
+        f'floor: operations over {ceilings.flops / 1e12:.0f} TFLOP/s, expert bytes over '
+        f'{ceilings.bytes / 1e12:.2f} TB/s, both measured in this run; mfu and expert_tb_s '
+        'against the same counts.',
+        'cosine: actions against the plain torch layers run eagerly on the same inputs, worst of '
+        f'{CHECKED}.',
+    ]
+    return report
+
+
+def count(c: Pi0Config) -> Work:
+    """Count operations and bytes of one tick with one row; multiply-adds count twice."""
+    v, p, e = c.vision, c.prefix, c.expert
+    V, T, P, S = len(c.views), v.tokens, c.prefix_tokens, c.horizon + 1
+    encoder = v.layers * (4 * v.width**2 + 2 * v.width * v.mlp)
+    vision = 2 * V * T * (encoder + v.patch_dim * v.width + v.width * p.width)
+    vision += v.layers * V * 4 * T * T * v.width
+
+    def layer(d: Any) -> int:
+        return int(d.width * d.qkv_dim + d.q_dim * d.width + 3 * d.width * d.mlp)
+
+    prefix = 2 * P * ((p.layers - 1) * layer(p) + 2 * p.width * p.kv_dim)
+    prefix += (p.layers - 1) * 4 * P * P * p.q_dim
+    weights = e.layers * layer(e)
+    denoise = c.flow_steps * (2 * S * weights + e.layers * 4 * S * (P + S) * e.q_dim)
+    kv = e.layers * P * 2 * e.kv_dim
+    size = c.torch_dtype.itemsize
+    return Work(vision, prefix, denoise, c.flow_steps * (weights + kv) * size)
+
+
+def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
+    """Measure a large product of random data and a large copy; on cpu small ones."""
+    small = device.type == 'cpu'
+    n = 512 if small else MATMUL
+    a, b = torch.randn((2, n, n), device=device).to(dtype)
+    source = torch.empty(COPY_BYTES // (64 if small else 1), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    out = torch.empty_like(a)
+    product_s = _device_seconds(lambda: torch.matmul(a, b, out=out), device)
+    copy_s = _device_seconds(lambda: target.copy_(source), device)
+    return Ceilings(2 * n**3 / product_s, 2 * source.numel() / copy_s)
+
+
+def _device_seconds(action: Callable[[], object], device: torch.device, runs: int = 10) -> float:
+    def wait() -> None:
+        if device.type == 'cuda':
+            torch.cuda.synchronize(device)
+
+    samples = []
+    for _ in range(runs):
+        wait()
+        begin = time.perf_counter()
+        action()
+        wait()
+        samples.append(time.perf_counter() - begin)
+    return float(np.median(samples))
+
+
+def _measure(session: Pi0Session, ceilings: Ceilings, repeats: int,
+             report: Report) -> dict[str, Any]:
+    c = session.config
+    inputs = _inputs(c, repeats + WARM_UP)
+    wall_ms, segments, kept = [], [], []
+    for i, tick_input in enumerate(inputs):
+        begin = time.perf_counter()
+        chunk = session.tick(tick_input)
+        wall_ms.append((time.perf_counter() - begin) * 1e3)
+        segments.append(chunk.segments_us)
+        if i % max(1, len(inputs) // CHECKED) == 0:
+            kept.append((tick_input, chunk.actions))
+    wall_ms, segments = wall_ms[WARM_UP:], segments[WARM_UP:]
+    found = percentiles(wall_ms)
+    ms = {name: float(np.median([s[name] for s in segments])) / 1e3 for name in segments[0]}
+    work = count(c)
+    expert_s = max(work.expert_bytes / ceilings.bytes, work.denoise / ceilings.flops)
+    floor_ms = ((work.vision + work.prefix) / ceilings.flops + expert_s) * 1e3
+    worst = session.lane.call(lambda: min(_cosine(session, *pair) for pair in kept)).result()
+    report.details[f'{len(c.views)} views, ms'] = wall_ms
+    forward = forward_of(c, session.buffers['prefix_kv'].tensor.device)
+    return {
+        'views': len(c.views), 'tick_p50_ms': found['p50'], 'tick_p99_ms': found['p99'],
+        'floor_ms': floor_ms, **{f'{name}_ms': value for name, value in ms.items()},
+        'vision_mfu': work.vision / ceilings.flops / ms['vision'] * 1e3,
+        'prefix_mfu': work.prefix / ceilings.flops / ms['prefix'] * 1e3,
+        'expert_tb_s': work.expert_bytes / ms['denoise'] / 1e9,
+        'forward': forward.__name__.rsplit('.', 1)[-1], 'cosine': worst,
+    }
+
+
+def _inputs(c: Pi0Config, number: int) -> list[TickInput]:
+    """Draw observations that differ in every pixel; nothing of the chunk before is blended in."""
+    random = np.random.default_rng(0)
+    side = c.vision.image_size
+    made = []
+    for i in range(number):
+        images = {v: random.integers(0, 256, (side, side, 3), dtype=np.uint8) for v in c.views}
+        state = random.standard_normal(c.state_dim).astype(np.float32)
+        noise = random.standard_normal((1, c.horizon, c.action_width)).astype(np.float32)
+        tokens = tuple(random.integers(0, c.vocab, c.prompt_tokens).tolist())
+        made.append(TickInput(images, state, steps_executed=c.horizon, noise=noise,
+                              prompt=tokens if i == 0 else None))
+    return made
+
+
+def _cosine(session: Pi0Session, tick_input: TickInput, actions: np.ndarray) -> float:
+    """Compare a chunk with the plain layers run eagerly; lane thread, text as latched."""
+    c, b = session.config, {buffer.name: buffer.tensor for buffer in session.buffers}
+    device = b['prefix_kv'].device
+    images = np.stack([np.asarray(tick_input.images[v]) for v in c.views])
+    tokens = model.encode_views(torch.from_numpy(images).to(device), b, c)
+    text = torch.cat([b['prompt_tokens'][0], b['subgoal_tokens'][0]]).long()
+    mask = b['prefix_mask']
+    kv = torch.empty_like(b['prefix_kv'])
+    model.encode_prefix(tokens, text, mask, kv, b, c)
+    state = torch.zeros(c.state_width, device=device)
+    state[:c.state_dim] = torch.from_numpy(tick_input.state).to(device)
+    noise = torch.from_numpy(np.asarray(tick_input.noise)).to(device)
+    expected = model.denoise(noise, state, kv, mask, b, c)[..., :c.action_dim].double().flatten()
+    mine = torch.from_numpy(actions).to(device).double().flatten()
+    return float(mine @ expected / mine.norm() / expected.norm())
+
+
+def _kernels(session: Pi0Session) -> int | None:
+    """Count the kernels of one tick; None without CUDA or its profiler."""
+    if session.buffers['prefix_kv'].tensor.device.type != 'cuda':
+        return None
+    tick_input = _inputs(session.config, 1)[0]
+    from torch.profiler import profile
+    from torch.profiler import ProfilerActivity
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        session.tick(tick_input)
+        torch.cuda.synchronize()
+    names = [event.name for event in profiler.events() or ()]
+    return sum(not name.startswith(('Memcpy', 'Memset', 'cuda')) for name in names)
+
+
+class Reference:
+    """transformers' PI0 of the same sizes with random weights, called eagerly."""
+
+    def __init__(self, c: Pi0Config, device: torch.device) -> None:
+        from transformers import PI0Config
+        from transformers import PI0ForConditionalGeneration
+
+        def gemma(d: Any) -> dict[str, Any]:
+            return {'model_type': 'gemma', 'hidden_size': d.width, 'num_hidden_layers': d.layers,
+                    'intermediate_size': d.mlp, 'num_attention_heads': d.heads,
+                    'num_key_value_heads': d.kv_heads, 'head_dim': d.head_dim,
+                    'vocab_size': c.vocab}
+
+        v = c.vision
+        vision = {'model_type': 'siglip_vision_model', 'intermediate_size': v.mlp,
+                  'hidden_size': v.width, 'patch_size': v.patch_size,
+                  'image_size': v.image_size, 'num_hidden_layers': v.layers,
+                  'num_attention_heads': v.heads, 'vision_use_head': False}
+        vlm = {'model_type': 'paligemma', 'text_config': gemma(c.prefix),
+               'vision_config': vision, 'projection_dim': c.prefix.width,
+               'image_token_id': c.vocab}
+        config = PI0Config(vlm_config=vlm, dit_config=gemma(c.expert), chunk_size=c.horizon,
+                           max_state_dim=c.state_width, max_action_dim=c.action_width,
+                           num_inference_steps=c.flow_steps)
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(c.torch_dtype)
+        try:
+            with device:
+                self._model = PI0ForConditionalGeneration(config).eval()
+        finally:
+            torch.set_default_dtype(before)
+        self._config, self._device = c, device
+
+    def milliseconds(self, views: int, runs: int = 5) -> float:
+        """Return the median time of one call with that many views."""
+        c, device = self._config, self._device
+        side, text = c.vision.image_size, c.prompt_tokens + c.subgoal_tokens
+        count = views * c.vision.tokens
+        tokens = torch.full((1, count + text), c.vocab, device=device)
+        tokens[0, count:] = torch.arange(text, device=device)
+        given = {
+            'state': torch.randn(1, c.state_width, device=device, dtype=c.torch_dtype),
+            'input_ids': tokens,
+            'pixel_values': torch.randn(1, views, 3, side, side, device=device,
+                                        dtype=c.torch_dtype),
+            'noise': torch.randn(1, c.horizon, c.action_width, device=device,
+                                 dtype=c.torch_dtype),
+            'attention_mask': torch.ones_like(tokens),
+            'pixel_attention_mask': torch.ones(1, views, dtype=torch.bool, device=device),
+        }
+        with torch.no_grad():
+            action = lambda: self._model.sample_actions(**given)  # noqa: E731
+            action()
+            return _device_seconds(action, device, runs) * 1e3

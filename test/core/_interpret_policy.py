@@ -1,0 +1,75 @@
+"""Run Pi0's fast forward pass in Triton's interpreter on host memory; a child of the tests."""
+import os
+
+os.environ['TRITON_INTERPRET'] = '1'
+
+from dataclasses import replace
+
+import torch
+
+from flashrt_core.kernels import skinny
+from flashrt_core.kernels._launch import close
+from flashrt_core.nn import GemmaDims
+from flashrt_core.nn import SiglipDims
+from flashrt_core.policies.pi0 import fast
+from flashrt_core.policies.pi0 import model
+from flashrt_core.policies.pi0.config import TINY
+from flashrt_core.policies.pi0.weights import tables
+from flashrt_core.policies.pi0.weights import weight_specs
+
+CONFIG = replace(
+    TINY,
+    vision=SiglipDims(image_size=28, patch_size=14, width=96, layers=1, heads=4, mlp=128),
+    prefix=GemmaDims(width=64, layers=2, heads=4, kv_heads=1, head_dim=32, mlp=96),
+    expert=GemmaDims(width=128, layers=2, heads=4, kv_heads=1, head_dim=32, mlp=256),
+    vocab=64, horizon=6, flow_steps=2)
+EXACT = 1e-5     # float32 in another order
+GELU = 1e-3      # torch's product with GELU is the exact one on the CPU, by tanh on CUDA
+
+
+def weights() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    made = {name: torch.randn(s.shape) * (s.scale or 0.1) + s.offset
+            for name, s in weight_specs(CONFIG).items()}
+    return made | tables(CONFIG)
+
+
+def check_products() -> None:
+    """Splits over K add up, for rows that do not fill a tile, with one tile a split and more."""
+    a, w = torch.randn(70, 512), torch.randn(128, 512)
+    for splits, tile in ((2, (64, 256, 4, 1)), (2, (64, 128, 4, 2)), (4, (32, 64, 4, 2))):
+        partial = torch.full((splits, 70, 128), torch.nan)
+        skinny.split_product(a, w, partial, tile)
+        assert close(partial.sum(0), a @ w.T, EXACT)
+
+
+def check_forward() -> None:
+    """Vision, prefix and denoise equal the plain layers, with masked views and text, two rows."""
+    c, w = CONFIG, weights()
+    images = torch.randint(0, 256, (2, 28, 28, 3), dtype=torch.uint8)
+    tokens = model.encode_views(images, w, c)
+    assert close(fast.encode_views(images, w, c), tokens, GELU)
+
+    text = torch.randint(0, c.vocab, (c.prompt_tokens + c.subgoal_tokens,))
+    mask = torch.ones(c.prefix_tokens, dtype=torch.bool)
+    mask[4:8] = False
+    mask[-5:] = False
+    kv = torch.full((2, c.prefix_tokens, 2, 1, 32), torch.nan)
+    mine = kv.clone()
+    model.encode_prefix(tokens, text, mask, kv, w, c)
+    fast.encode_prefix(tokens, text, mask, mine, w, c)
+    assert close(mine, kv, EXACT)
+
+    noise, state = torch.randn(2, c.horizon, c.action_width), torch.randn(c.state_width)
+    expected = model.denoise(noise, state, kv, mask, w, c)
+    assert not close(expected, noise, 0.1), 'the comparison would say nothing'
+    assert close(fast.denoise(noise, state, kv, mask, w, c), expected, EXACT)
+    alone = fast.denoise(noise[1:], state, kv, mask, w, c)
+    assert torch.equal(alone, fast.denoise(noise, state, kv, mask, w, c)[1:])
+
+
+if __name__ == '__main__':
+    fast.SPLITS = fast.TIME_SPLITS = 1
+    for check in (check_products, check_forward):
+        check()
+        print(check.__name__, 'passed')

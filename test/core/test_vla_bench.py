@@ -1,0 +1,33 @@
+"""The VLA bench runs on the CPU and reports every segment beside its floor."""
+from __future__ import annotations
+
+from dataclasses import replace
+import json
+from pathlib import Path
+
+import pytest
+
+from flashrt_core.bench.__main__ import main
+from flashrt_core.bench.vla import count
+from flashrt_core.policies.pi0.config import PI0
+
+
+def test_the_bench_reports_segments_floor_and_cosine_for_each_number_of_views(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(['vla', '--config', 'tiny', '--device', 'cpu', '--views', '1', '2', '--repeats',
+                 '3', '--prompt', '8', '--out', str(tmp_path)]) == 0
+    assert 'denoise_ms' in capsys.readouterr().out
+    (path,) = tmp_path.glob('vla-*.json')
+    rows = json.loads(path.read_text())['rows']
+    assert [row['views'] for row in rows] == [1, 2]
+    for row in rows:
+        assert row['cosine'] > 0.999999 and row['forward'] == 'model'
+        assert all(row[f'{name}_ms'] > 0 for name in ('vision', 'prefix', 'denoise', 'floor'))
+
+
+def test_the_work_of_one_tick_is_what_the_sizes_say():
+    three = count(replace(PI0, prompt_tokens=47, subgoal_tokens=1))
+    assert three.vision == pytest.approx(0.66e12, rel=0.03)
+    assert three.prefix == pytest.approx(3.15e12, rel=0.03)
+    assert three.denoise == pytest.approx(0.38e12, rel=0.03)
+    assert three.expert_bytes == pytest.approx(6.23e9 + 10 * 15e6, rel=0.01)
