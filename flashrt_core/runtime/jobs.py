@@ -46,6 +46,7 @@ class LaneFuture(Future[T]):
     def __init__(self, lane: Lane) -> None:
         super().__init__()
         self._lane = lane
+        self._told = False
 
     def result(self, timeout: float | None = None) -> T:
         """Wait for the result; not on the lane thread."""
@@ -56,6 +57,13 @@ class LaneFuture(Future[T]):
         """Wait for the error or None; not on the lane thread."""
         self._refuse_own_thread()
         return super().exception(timeout)
+
+    def tell_cancelled(self) -> None:
+        """Wake those who wait for a cancelled future in ``concurrent.futures.wait``; once."""
+        with self._condition:
+            told, self._told = self._told, True
+        if not told:
+            self.set_running_or_notify_cancel()
 
     def _refuse_own_thread(self) -> None:
         if not self.done() and self._lane.on_thread:
@@ -106,4 +114,5 @@ def reject(future: LaneFuture[Any], error: BaseException) -> None:
     try:
         future.set_exception(error)
     except InvalidStateError:
-        pass
+        if future.cancelled():
+            future.tell_cancelled()

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from concurrent.futures import CancelledError
+from concurrent.futures import wait
 import threading
 import time
 
@@ -164,6 +165,23 @@ def test_a_cancelled_plan_stops_at_the_segments_end(counter, host_lane):
     with pytest.raises(CancelledError):
         tick.result(WAIT_S)
     assert counter.tick().result(WAIT_S).value == 2
+
+
+def test_those_who_wait_for_cancelled_futures_are_told(counter, host_lane):
+    tick, gate = started(counter, 0)
+    waiting = [counter.tick(), host_lane.call(lambda: 1), host_lane.at_boundary(lambda: 1)]
+    futures = [tick, *waiting]
+    assert all(future.cancel() for future in futures)
+    gate.set()
+    assert wait(futures, WAIT_S).not_done == set()
+    tick, gate = started(counter, 1)
+    late = counter.tick()
+    assert late.cancel()
+    closing = threading.Thread(target=host_lane.close)
+    closing.start()
+    gate.set()
+    closing.join(WAIT_S)
+    assert wait([tick, late], WAIT_S).not_done == set()
 
 
 def test_a_cancelled_verb_frees_its_slot(counter, host_lane):
