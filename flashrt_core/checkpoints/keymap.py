@@ -13,6 +13,7 @@ from torch import Tensor
 from flashrt_core.errors import ConfigError
 
 SHOWN = 12
+STORED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -87,10 +88,24 @@ def check_keys(
 def assemble(
     target: Target, names: Mapping[str, str], read: Callable[[str], Tensor], dtype: torch.dtype
 ) -> Tensor:
-    """Read and join the sources of one target, as a CPU tensor of ``dtype``."""
+    """Read and join the sources of one target, as a CPU tensor of ``dtype``.
+
+    :raises ConfigError: a tensor that is not floating point (quantised, say), or not finite.
+    """
     parts = []
     for source in target.sources:
-        part = read(names[source.key]).to(dtype)
+        stored = read(names[source.key])
+        if stored.dtype not in STORED:
+            raise ConfigError(
+                f'weights {names[source.key]!r} are {stored.dtype}; give a checkpoint in one of '
+                f'{[str(dtype) for dtype in STORED]}'
+            )
+        part = stored.to(dtype)
+        if not all(map(torch.isfinite, part.aminmax())):
+            raise ConfigError(
+                f'weights {names[source.key]!r} hold NaN or infinity as {dtype}; the checkpoint '
+                'is damaged or its training diverged: give another'
+            )
         if source.permute:
             part = part.permute(source.permute).flatten(1)
         parts.append(part)

@@ -66,13 +66,19 @@ class SafetensorsReader:
 
 
 def _files(path: Path) -> list[Path]:
-    if path.is_dir():
-        found = sorted(path.glob('*.safetensors'))
-        if not found:
-            raise ConfigError(f'weights folder {path} holds no .safetensors file')
-        return found
-    if not path.is_file():
+    try:
+        if path.is_dir():
+            found = sorted(path.glob('*.safetensors'))
+            if not found:
+                raise ConfigError(f'weights folder {path} holds no .safetensors file')
+            return found
+        if path.is_file():
+            return [path]
+    except OSError as error:
         raise ConfigError(
-            f'weights {str(path)!r} do not exist; give a .safetensors file or its folder'
-        )
-    return [path]
+            f'weights {str(path)!r:.200} cannot be read: {error.strerror}; check the path and its '
+            'permissions'
+        ) from error
+    raise ConfigError(
+        f'weights {str(path)!r:.200} do not exist; give a .safetensors file or its folder'
+    )

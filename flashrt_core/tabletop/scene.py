@@ -90,8 +90,8 @@ def render_state(state: WorldState, view: str, size: int) -> Image:
     """
     if view not in VIEWS:
         raise ParameterInvalid(f'view is {view!r}; give one of {", ".join(VIEWS)}')
-    if not MIN_SIZE <= size <= MAX_SIZE:
-        raise ParameterInvalid(f'image size is {size}; give {MIN_SIZE} to {MAX_SIZE} pixels')
+    if not isinstance(size, int | np.integer) or not MIN_SIZE <= size <= MAX_SIZE:
+        raise ParameterInvalid(f'image size is {size!r}; give {MIN_SIZE} to {MAX_SIZE} pixels')
     if view == 'top':
         return _render_top(state, size)
     return _render_wrist(state, size)

@@ -45,6 +45,8 @@ def parse_task(text: str) -> tuple[Goal, ...]:
 
     :raises ParameterInvalid: the text is not of the grammar or names an unknown colour.
     """
+    if not isinstance(text, str):
+        raise ParameterInvalid(f'task is {text!r:.80}; give text')
     return tuple(_parse_goal(part.strip(), text) for part in text.strip().split(', then '))
 
 

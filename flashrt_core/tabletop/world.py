@@ -150,9 +150,9 @@ class World:
 
         :raises BadJoints: not four numbers within the limits.
         """
-        values = np.asarray(joints, dtype=np.float64)
+        values = _four(joints)
         low, high = kinematics.LOWER_LIMITS, kinematics.UPPER_LIMITS
-        if values.shape != (4,) or not ((values >= low) & (values <= high)).all():
+        if not ((values >= low) & (values <= high)).all():
             raise BadJoints(
                 f'cannot displace the arm to {values.tolist()}; give {kinematics.JOINT_NAMES} '
                 f'within {low} .. {high}'
@@ -174,13 +174,15 @@ class World:
     def move_block(self, name: str, x: float, y: float) -> None:
         """Move the block of that colour, as someone's hand would.
 
-        :raises ParameterInvalid: there is no such block.
+        :raises ParameterInvalid: there is no such block, or no such place.
         """
         index = self.snapshot().block_index(name)
         if index is None:
             raise ParameterInvalid(
                 f'no {name} block to move; there are {", ".join(self.snapshot().block_names)}'
             )
+        if not (math.isfinite(x) and math.isfinite(y)):
+            raise ParameterInvalid(f'cannot move the {name} block to {x}, {y}; give numbers')
         if self._held == index:
             self._held = -1
         self._blocks[index][:2] = [float(x), float(y)]
@@ -194,12 +196,7 @@ class World:
         :raises BadJoints: not four numbers.
         :raises ActionNonFinite: NaN or infinity; the world does not move.
         """
-        values = np.asarray(target, dtype=np.float64)
-        if values.shape != (4,):
-            raise BadJoints(
-                f'joint target of shape {values.shape}; give one for each of '
-                f'{kinematics.JOINT_NAMES}'
-            )
+        values = _four(target)
         if not np.isfinite(values).all():
             raise ActionNonFinite(
                 f'joint target {values.tolist()} is not finite; give numbers'
@@ -344,6 +341,22 @@ class World:
         self._grip = list(self._in_tool_frame(index, tool))
         self._held = index
         self._joints[3], self._velocities[3] = HOLD_GRIPPER, 0.0
+
+
+def _four(joints: ArrayLike) -> NDArray[np.float64]:
+    """Return four numbers as float64 ``[4]``; raises BadJoints."""
+    try:
+        values = np.asarray(joints, dtype=np.float64)
+    except (TypeError, ValueError, OverflowError):
+        raise BadJoints(
+            f'joints {joints!r:.80} are not numbers; give one for each of '
+            f'{kinematics.JOINT_NAMES}'
+        ) from None
+    if values.shape != (4,):
+        raise BadJoints(
+            f'joints of shape {values.shape}; give one for each of {kinematics.JOINT_NAMES}'
+        )
+    return values
 
 
 def finger_discs(tool: kinematics.ToolPose, gripper: float) -> list[Disc]:

@@ -2,7 +2,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+import math
 from pathlib import Path
 import re
 
@@ -174,6 +176,43 @@ def test_files_that_are_not_safetensors_are_refused(tmp_path):
     empty.mkdir()
     with pytest.raises(ConfigError, match=r'no \.safetensors'):
         SafetensorsReader(empty)
+
+
+@pytest.mark.parametrize('cut', [0, 4, 8, 100, 2000, -1])
+def test_a_truncated_file_is_refused(stored, tmp_path, cut):
+    path = save(stored, tmp_path)
+    path.write_bytes(path.read_bytes()[:cut])
+    with pytest.raises(ConfigError, match='cannot be read as safetensors'):
+        Pi0Policy().bind(cpu_backend(), replace(SMALL, weights=str(path)))
+
+
+def test_a_path_that_may_not_be_looked_at_is_refused(tmp_path, monkeypatch):
+    def refuse(self):
+        raise PermissionError(13, 'Permission denied')
+
+    monkeypatch.setattr(Path, 'is_dir', refuse)
+    with pytest.raises(ConfigError, match='Permission denied'):
+        SafetensorsReader(tmp_path)
+    monkeypatch.undo()
+    with pytest.raises(ConfigError, match='too long'):
+        SafetensorsReader('x' * 5000)
+
+
+@pytest.mark.parametrize('value', [math.nan, math.inf, -math.inf, 1e39])
+def test_weights_that_are_not_finite_are_named(stored, tmp_path, value):
+    damaged = stored['action_out_proj.weight'].double()
+    damaged[1, 2] = value
+    path = save({**stored, 'action_out_proj.weight': damaged}, tmp_path)
+    with pytest.raises(ConfigError, match=r"'action_out_proj\.weight' hold NaN or infinity"):
+        Pi0Policy().bind(cpu_backend(), replace(SMALL, weights=str(path)))
+
+
+@pytest.mark.parametrize('dtype', [torch.int8, torch.int64, torch.bool, torch.float8_e4m3fn])
+def test_weights_of_another_kind_are_not_cast(stored, tmp_path, dtype):
+    path = save({**stored, 'action_out_proj.weight':
+                 stored['action_out_proj.weight'].to(dtype)}, tmp_path)
+    with pytest.raises(ConfigError, match=f'{dtype}.*float32'):
+        Pi0Policy().bind(cpu_backend(), replace(SMALL, weights=str(path)))
 
 
 def test_a_name_in_two_shards_is_refused(stored, tmp_path):

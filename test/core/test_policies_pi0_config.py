@@ -10,13 +10,16 @@ from _pi0 import SMALL
 import pytest
 
 from flashrt_core.errors import ConfigError
+from flashrt_core.errors import OutOfMemory
 from flashrt_core.nn import GemmaDims
 from flashrt_core.policies.pi0 import load_config
+from flashrt_core.policies.pi0 import Pi0Policy
 from flashrt_core.policies.pi0 import Statistics
 from flashrt_core.policies.pi0.config import NAMED
 from flashrt_core.policies.pi0.config import PI0
 from flashrt_core.policies.pi0.weights import random_weight
 from flashrt_core.policies.pi0.weights import weight_specs
+from flashrt_core.runtime import cpu_backend
 
 CONFIG = Path(__file__).parents[2] / 'config'
 
@@ -65,6 +68,22 @@ def test_a_mapping_overrides_single_values_of_its_base():
     ({'units': ['rad']}, 'units'),
     ({'views': ['top', 'state']}, 'another port'),
     ({'cpu_threads': -1}, 'cpu_threads'),
+    ({'base': ['tiny']}, r"base \['tiny'\]"),
+    ({'vision': {'patch_size': 0}}, 'vision.patch_size is 0'),
+    ({'vision': {'image_size': -84}}, 'vision.image_size is -84'),
+    ({'vision': {'heads': 0}}, 'vision.heads is 0'),
+    ({'prefix': {'kv_heads': 0}, 'expert': {'kv_heads': 0}}, 'prefix.kv_heads is 0'),
+    ({'prefix': {'layers': -1}, 'expert': {'layers': -1}}, 'prefix.layers is -1'),
+    ({'prefix': {'eps': -1}}, 'prefix.eps is -1'),
+    ({'prefix': {'rope_theta': math.inf}}, 'prefix.rope_theta is inf'),
+    ({'min_period': math.nan}, 'min_period nan'),
+    ({'min_period': 5.0, 'max_period': 4.0}, 'in this order'),
+    ({'min_period': 10**400}, 'min_period is an integer that no float holds'),
+    ({'statistics': {'state_mean': [math.nan, 0, 0, 0]}}, 'state_mean.*finite'),
+    ({'statistics': {'action_std': [math.inf, 1, 1, 1]}}, 'action_std.*finite'),
+    ({'views': ['a b']}, 'views.*characters'),
+    ({'views': ['../top']}, 'views.*characters'),
+    ({'flow_steps': 10**8}, 'flow_steps is 100000000'),
 ])
 def test_a_bad_config_is_refused_by_name(record: dict[str, Any], message: str):
     with pytest.raises(ConfigError, match=message):
@@ -74,11 +93,22 @@ def test_a_bad_config_is_refused_by_name(record: dict[str, Any], message: str):
 def test_files_that_are_no_config_are_refused(tmp_path):
     with pytest.raises(ConfigError, match='neither a file'):
         load_config(tmp_path / 'none.yaml')
-    for text, message in (('- 1', 'list'), ('a: [', 'not valid YAML')):
+    for text, message in ((b'- 1', 'list'), (b'a: [', 'not valid YAML'), (b'', 'NoneType'),
+                          (b'\xff\xfe\x00', 'not valid YAML'), (b'[' * 5000, 'not valid YAML'),
+                          (b'a: !!python/object/apply:os.system [x]', 'not valid YAML')):
         path = tmp_path / 'bad.yaml'
-        path.write_text(text)
+        path.write_bytes(text)
         with pytest.raises(ConfigError, match=message):
             load_config(path)
+    for source, message in (('x' * 5000, 'name too long'), (tmp_path, 'neither a file'),
+                            (None, 'None'), (5, '5'), ('a\0b', 'neither a file')):
+        with pytest.raises(ConfigError, match=message):
+            load_config(source)
+
+
+def test_sizes_beyond_any_memory_are_refused_without_allocating():
+    with pytest.raises(OutOfMemory, match='asked for'):
+        Pi0Policy().bind(cpu_backend(), replace(SMALL, horizon=10**12))
 
 
 def test_the_full_size_has_the_weights_that_pi0_has():

@@ -55,6 +55,22 @@ REFUSED: list[tuple[dict[str, Any], type[errors.FlashrtError], str]] = [
     ({'rows': 3}, errors.MissingKey, r'3.*\[1, 2, 4\]'),
     ({'noise': np.zeros((1, 8, 5))}, errors.ConfigError, 'float64'),
     ({'noise': np.zeros((2, 8, 5), np.float32)}, errors.ConfigError, r'\[1, 8, 5\]'),
+    ({'images': None}, errors.ConfigError, 'NoneType'),
+    ({'images': [image()]}, errors.ConfigError, 'a list'),
+    ({'images': {'top': image().tolist()}}, errors.BadEncoding, 'a list'),
+    ({'images': {'top': np.ma.masked_array(image())}}, errors.BadEncoding, 'MaskedArray'),
+    ({'images': {5: image(), 'side': image()}}, errors.ConfigError, '5.*side'),
+    ({'state': [0.0] * 4}, errors.BadJoints, 'a list'),
+    ({'state': np.zeros(4, '>f4')}, errors.BadJoints, '>f4|float32'),
+    ({'state': np.ma.masked_array(np.zeros(4, np.float32), mask=[1, 0, 0, 0])},
+     errors.BadJoints, 'MaskedArray'),
+    ({'noise': [[0.0]]}, errors.ConfigError, 'a list'),
+    ({'prompt': 'pick'}, errors.ConfigError, 'a str'),
+    ({'prompt': b'\x01'}, errors.ConfigError, 'a bytes'),
+    ({'prompt': 5}, errors.ConfigError, 'a int'),
+    ({'prompt': range(10**12)}, errors.ConfigError, 'at most 6'),
+    ({'prompt': np.zeros((2, 2), int)}, errors.ConfigError, 'integer'),
+    ({'subgoal': (1, (2,))}, errors.ConfigError, 'SubgoalWrite'),
     ({'noise': np.full((1, 8, 5), np.nan, np.float32)}, errors.ConfigError, 'NaN'),
 ]
 
@@ -76,10 +92,32 @@ def test_a_bad_input_is_refused_by_name_before_anything_runs(refusing, changes, 
 @pytest.mark.parametrize('rows, seeds, branches, message', [
     ((4,), (1,), None, 'row 4.*0 to 3'), ((1, 1), (1, 2), None, 'distinct'),
     ((1, 2), (1,), None, 'one seed'), ((1,), (-1,), None, 'seed is -1'),
-    ((1,), (1,), (1, 2), 'branches')])
+    ((1,), (1,), (1, 2), 'branches'), ((1.5,), (1,), None, 'row 1.5'),
+    (('x',), (1,), None, "row 'x'"), ((True,), (1,), None, 'row True'),
+    ((1,), (1.5,), None, 'seed is 1.5'), ((1,), ('a',), None, "seed is 'a'"),
+    (1, (1,), None, 'rows is 1'), ((1,), 1, None, 'seeds is 1')])
 def test_bad_branches_are_refused(refusing, rows, seeds, branches, message):
     with pytest.raises(errors.ConfigError, match=message):
         refusing.set_branches(rows, seeds, branches)
+
+
+@pytest.mark.parametrize('row', [-1, 4, 'x', 1.0, None])
+def test_a_branch_that_does_not_exist_is_not_committed(refusing, row):
+    with pytest.raises(errors.ConfigError, match=f'row {row!r} does not exist'):
+        refusing.commit_branch(row)
+
+
+@pytest.mark.parametrize('view', [
+    lambda a: np.asfortranarray(a), lambda a: a[::-1, ::-1][::-1, ::-1],
+    lambda a: np.pad(a, ((0, 0), (0, 4), (0, 0)))[:, :-4], lambda a: a.view(np.recarray)])
+def test_an_image_counts_by_its_values_not_by_its_memory(refusing, view):
+    plain = observation()
+    strided = observation(images={name: view(a) for name, a in plain.images.items()})
+    found = []
+    for given in (plain, strided):
+        refusing.lane.call(lambda: [b.tensor.zero_() for b in refusing.buffers.state()]).result()
+        found.append(refusing.tick(given).actions)
+    assert np.array_equal(*found)
 
 
 def test_a_poisoned_session_refuses_ticks_also_those_already_queued(session):

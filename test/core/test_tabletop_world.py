@@ -236,3 +236,24 @@ def test_the_arm_cannot_be_displaced_beyond_its_limits():
 def test_a_world_out_of_range_is_refused_naming_what_is_wrong(arguments, named):
     with pytest.raises(ParameterInvalid, match=named):
         World(**arguments)
+
+
+@pytest.mark.parametrize('joints', [
+    'abc', None, [1, 2, 3], ['a'] * 4, [1j] * 4, [10**400] * 4, [[0, 0, 0, 0]], [[1], [2, 3]]])
+def test_targets_that_are_not_four_numbers_are_refused_and_move_nothing(joints):
+    world = World(0)
+    before = world.snapshot().to_vector()
+    for verb in (world.step, world.displace):
+        with pytest.raises(BadJoints, match='joints'):
+            verb(joints)
+    assert np.array_equal(world.snapshot().to_vector(), before)
+
+
+def test_what_is_no_task_place_or_size_is_refused():
+    world = World(0)
+    name = world.snapshot().block_names[0]
+    for wrong in (lambda: world.set_task(5), lambda: world.move_block(name, math.nan, 0.0),
+                  lambda: world.move_block(name, 0.0, math.inf), lambda: world.render('top', 84.5),
+                  lambda: world.render('top', '84')):
+        with pytest.raises(ParameterInvalid):
+            wrong()

@@ -10,7 +10,9 @@ from dataclasses import fields
 from dataclasses import is_dataclass
 from dataclasses import replace
 import json
+import math
 from pathlib import Path
+import re
 from typing import Any
 from typing import get_type_hints
 
@@ -21,6 +23,7 @@ from flashrt_core.nn import GemmaDims
 from flashrt_core.nn import SiglipDims
 
 RESERVED = {'state', 'prompt', 'subgoal', 'noise', 'action'}
+FLOW_STEPS_LIMIT = 1000
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16}
 
 
@@ -111,10 +114,27 @@ def check(c: Pi0Config) -> None:
     for name, value in positive.items():
         if value < 1:
             raise ConfigError(f'{name} is {value}; give at least 1')
+    for part in ('vision', 'prefix', 'expert'):
+        for name, number in vars(getattr(c, part)).items():
+            if not (number >= 1 if isinstance(number, int) else 0 < number < math.inf):
+                raise ConfigError(f'{part}.{name} is {number}; give a number above 0')
     rules = [
         (
             bool(c.views) and len(set(c.views)) == len(c.views),
             f'views {c.views}: name each camera once',
+        ),
+        (
+            all(re.fullmatch(r'[A-Za-z0-9_.-]+', view) for view in c.views),
+            f'views {c.views}: use the characters A-Z a-z 0-9 _ . - in names of cameras',
+        ),
+        (
+            c.flow_steps <= FLOW_STEPS_LIMIT,
+            f'flow_steps is {c.flow_steps}; give at most {FLOW_STEPS_LIMIT}',
+        ),
+        (
+            0 < c.min_period < c.max_period < math.inf,
+            f'min_period {c.min_period} and max_period {c.max_period} must be finite, above 0 and '
+            'in this order',
         ),
         (
             c.vision.image_size % c.vision.patch_size == 0,
@@ -180,6 +200,8 @@ def check(c: Pi0Config) -> None:
         values = getattr(c.statistics, name)
         if values and len(values) != size:
             raise ConfigError(f'statistics.{name} has {len(values)} values; give {size}')
+        if not all(map(math.isfinite, values)):
+            raise ConfigError(f'statistics.{name} is {values}; every value must be finite')
         if name.endswith('std') and any(not v > 0 for v in values):
             raise ConfigError(f'statistics.{name} is {values}; every value must be above 0')
     if not 0 <= c.cpu_threads <= 1024:
@@ -244,28 +266,34 @@ def load_config(source: str | Path | Mapping[str, Any] | Pi0Config) -> Pi0Config
         return source
     if isinstance(source, Mapping):
         record = dict(source)
+    elif not isinstance(source, str | Path):
+        raise ConfigError(f'policy config is {source!r:.80}; give a name, a file or a mapping')
     elif str(source) in NAMED:
         return NAMED[str(source)]
     else:
         record = _read_yaml(Path(source))
     base = record.pop('base', 'tiny')
     record.pop('policy', None)
-    if base not in NAMED:
+    if not isinstance(base, str) or base not in NAMED:
         raise ConfigError(f'base {base!r} is unknown; choose from {sorted(NAMED)}')
     config: Pi0Config = _override(NAMED[base], record, '')
     return config
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise ConfigError(
-            f'policy config {str(path)!r} is neither a file nor one of {sorted(NAMED)}'
-        )
     import yaml  # only this reader needs it
 
     try:
-        record = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
+        if not path.is_file():
+            raise ConfigError(
+                f'policy config {str(path)!r:.200} is neither a file nor one of {sorted(NAMED)}'
+            )
+        record = yaml.safe_load(path.read_text(encoding='utf-8'))
+    except OSError as error:
+        raise ConfigError(
+            f'policy config {str(path)!r:.200} cannot be read: {error.strerror}'
+        ) from error
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f'{path} is not valid YAML: {error}') from error
     if not isinstance(record, dict):
         raise ConfigError(
@@ -300,7 +328,10 @@ def _typed(path: str, value: Any, hint: str) -> Any:
         kind = f"<class '{hint[6:].split(',')[0]}'>"
         return tuple(_typed(f'{path}[{i}]', v, kind) for i, v in enumerate(value))
     if hint == "<class 'float'>" and type(value) in (int, float):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise ConfigError(f'{path} is an integer that no float holds') from None
     if hint == f"<class '{type(value).__name__}'>":
         return value
     raise ConfigError(f'{path} is {value!r}; give a value of type {hint[8:-2]}')

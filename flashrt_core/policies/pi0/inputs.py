@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,6 +15,7 @@ from flashrt_core.errors import ObservationMissing
 from flashrt_core.errors import ObservationNonFinite
 from flashrt_core.policies.pi0 import layout
 from flashrt_core.policies.pi0.config import Pi0Config
+from flashrt_core.policies.protocol import SubgoalWrite
 from flashrt_core.policies.protocol import TickInput
 from flashrt_core.runtime import BufferSet
 
@@ -26,22 +28,22 @@ def check_input(t: TickInput, rows: int, c: Pi0Config) -> None:
     """
     _check_images(t, c)
     _check_state(t.state, c)
-    _check_range('rows', rows, 1, c.rows)
-    _check_range('steps_executed', t.steps_executed, -c.horizon, 2**31 - 1)
-    _check_range('delay_steps', t.delay_steps, 0, c.horizon)
+    check_range('rows', rows, 1, c.rows)
+    check_range('steps_executed', t.steps_executed, -c.horizon, 2**31 - 1)
+    check_range('delay_steps', t.delay_steps, 0, c.horizon)
     if t.seed is not None:
-        _check_range('seed', t.seed, 0, 2**63 - 1)
+        check_range('seed', t.seed, 0, 2**63 - 1)
     if t.prompt is not None:
         _check_tokens('prompt', t.prompt, c.prompt_tokens, c.vocab)
     if t.subgoal is not None:
-        _check_range('subgoal sequence', t.subgoal.sequence, 0, 2**63 - 1)
+        if not isinstance(t.subgoal, SubgoalWrite):
+            raise ConfigError(f'subgoal is {t.subgoal!r:.80}; give a SubgoalWrite')
+        check_range('subgoal sequence', t.subgoal.sequence, 0, 2**63 - 1)
         _check_tokens('subgoal', t.subgoal.tokens, c.subgoal_tokens, c.vocab)
     if t.noise is not None:
         shape = (rows, c.horizon, c.action_width)
-        if t.noise.dtype != np.float32 or t.noise.shape != shape:
-            raise ConfigError(
-                f'noise is {t.noise.dtype} {list(t.noise.shape)}; give float32 {list(shape)}'
-            )
+        if not _is(t.noise, np.float32) or t.noise.shape != shape:
+            raise ConfigError(f'noise is {_shown(t.noise)}; give float32 {list(shape)}')
         if not np.isfinite(t.noise).all():
             raise ConfigError('noise holds NaN or infinity; give finite values')
 
@@ -80,7 +82,9 @@ def _write_text(slot: np.ndarray, head: int, tokens: Sequence[int] | None) -> No
 
 
 def _check_images(t: TickInput, c: Pi0Config) -> None:
-    unknown = sorted(set(t.images) - set(c.views))
+    if not isinstance(t.images, Mapping):
+        raise ConfigError(f'images are {_shown(t.images)}; give a mapping of views to arrays')
+    unknown = sorted(set(t.images) - set(c.views), key=str)
     if unknown:
         raise ConfigError(f'views {unknown} are unknown; this policy has {list(c.views)}')
     side = c.vision.image_size
@@ -88,8 +92,8 @@ def _check_images(t: TickInput, c: Pi0Config) -> None:
     if not given:
         raise ObservationMissing(f'no view has an image; give at least one of {list(c.views)}')
     for view, image in given.items():
-        if image.dtype != np.uint8:
-            raise BadEncoding(f'image {view!r} is {image.dtype}; give uint8 RGB')
+        if not _is(image, np.uint8):
+            raise BadEncoding(f'image {view!r} is {_shown(image)}; give uint8 RGB')
         if image.shape != (side, side, 3):
             raise BadSize(
                 f'image {view!r} is {list(image.shape)}; give [{side}, {side}, 3], '
@@ -98,15 +102,26 @@ def _check_images(t: TickInput, c: Pi0Config) -> None:
 
 
 def _check_state(state: np.ndarray, c: Pi0Config) -> None:
-    if state.dtype != np.float32 or state.shape != (c.state_dim,):
-        raise BadJoints(
-            f'state is {state.dtype} {list(state.shape)}; give float32 [{c.state_dim}]'
-        )
+    if not _is(state, np.float32) or state.shape != (c.state_dim,):
+        raise BadJoints(f'state is {_shown(state)}; give float32 [{c.state_dim}]')
     if not np.isfinite(state).all():
         raise ObservationNonFinite(f'state is {state.tolist()}; every value must be finite')
 
 
-def _check_range(name: str, value: int, low: int, high: int) -> None:
+def _is(value: object, dtype: type) -> bool:
+    """Whether a value is a whole numpy array of this dtype; a masked one has values missing."""
+    masked = isinstance(value, np.ma.MaskedArray)
+    return isinstance(value, np.ndarray) and not masked and value.dtype == dtype
+
+
+def _shown(value: object) -> str:
+    if type(value) is np.ndarray:
+        return f'{value.dtype} {list(value.shape)}'
+    return f'a {type(value).__name__}'
+
+
+def check_range(name: str, value: int, low: int, high: int) -> None:
+    """Raise ConfigError unless a value is an integer from low to high."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise ConfigError(f'{name} is {value!r}; give an integer')
     if not low <= value <= high:
@@ -114,7 +129,9 @@ def _check_range(name: str, value: int, low: int, high: int) -> None:
 
 
 def _check_tokens(name: str, tokens: Sequence[int], limit: int, vocab: int) -> None:
+    if isinstance(tokens, str | bytes) or not isinstance(tokens, Sequence | np.ndarray):
+        raise ConfigError(f'{name} is {_shown(tokens)}; give a sequence of token ids')
     if len(tokens) > limit:
         raise ConfigError(f'{name} has {len(tokens)} tokens; this policy takes at most {limit}')
     for token in tokens:
-        _check_range(f'{name} token', token, 0, vocab - 1)
+        check_range(f'{name} token', token, 0, vocab - 1)

@@ -9,6 +9,8 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from flashrt_core.capsule import Boundary
 from flashrt_core.errors import ConfigError
 from flashrt_core.errors import LaneError
@@ -16,6 +18,7 @@ from flashrt_core.errors import LaneTimeout
 from flashrt_core.errors import MissingKey
 from flashrt_core.policies.pi0.config import Pi0Config
 from flashrt_core.policies.pi0.inputs import check_input
+from flashrt_core.policies.pi0.inputs import check_range
 from flashrt_core.policies.pi0.inputs import write_input
 from flashrt_core.policies.pi0.layout import ports
 from flashrt_core.policies.protocol import Chunk
@@ -117,6 +120,9 @@ class Pi0Session:
             so that equal seeds give equal chunks.
         :raises ConfigError: rows out of the bound or repeated, lengths that differ, a bad seed.
         """
+        for name, values in (('rows', rows), ('seeds', seeds), ('branches', branches or ())):
+            if not isinstance(values, Sequence | np.ndarray):
+                raise ConfigError(f'{name} is {values!r:.80}; give a sequence of integers')
         chosen = [self._row(row) for row in rows]
         if len(set(chosen)) != len(chosen) or len(seeds) != len(chosen):
             raise ConfigError(
@@ -126,8 +132,7 @@ class Pi0Session:
             raise ConfigError(f'rows {list(rows)} with branches {list(branches)}; give one a row')
         for name, values in (('seed', seeds), ('branch', branches or ())):
             for value in values:
-                if not 0 <= value < 2**63:
-                    raise ConfigError(f'{name} is {value}; give 0 to 2**63 - 1')
+                check_range(name, value, 0, 2**63 - 1)
 
         def apply() -> None:
             self.boundary.check_usable()
@@ -162,9 +167,10 @@ class Pi0Session:
                 buffer.row(target).copy_(buffer.row(source))
 
     def _row(self, row: int) -> int:
-        if not 0 <= row < self.config.rows:
+        whole = isinstance(row, int | np.integer) and not isinstance(row, bool)
+        if not whole or not 0 <= row < self.config.rows:
             raise ConfigError(
-                f'row {row} does not exist; this session has rows 0 to {self.config.rows - 1}'
+                f'row {row!r} does not exist; this session has rows 0 to {self.config.rows - 1}'
             )
         return int(row)
 
