@@ -7,7 +7,6 @@ holds, then stops; cleanup frees the device. Exit status: see flashrt_ros/main.p
 from collections.abc import Mapping
 from collections.abc import Sequence
 import gc
-from pathlib import Path
 import sys
 import threading
 import time
@@ -26,9 +25,9 @@ from flashrt_core.policies import make_policy
 from flashrt_core.policies import make_tokenizer
 from flashrt_core.policies import Session
 from flashrt_core.runtime import pick_backend
-from flashrt_ros import qos
 from flashrt_ros.action import RunEpisode
 from flashrt_ros.clocks import RosClock
+from flashrt_ros.config_files import find_embodiment
 from flashrt_ros.control_loop import StepThread
 from flashrt_ros.embodiment import Embodiment
 from flashrt_ros.embodiment import load_embodiment
@@ -112,7 +111,7 @@ class ExecutorNode(SafeLifecycleNode):
         begun = time.monotonic()
         check_at_configure(self.parameters)
         self._told('load', 0.0)
-        self._embodiment = load_embodiment(_embodiment_path(self.parameters['embodiment']))
+        self._embodiment = load_embodiment(find_embodiment(self.parameters['embodiment']))
         backend = pick_backend(self.parameters['device'])
         self._session = session = make_policy(self.parameters['policy']).bind(
             backend, self.parameters['policy_config'], self._told)
@@ -335,10 +334,6 @@ class ExecutorNode(SafeLifecycleNode):
     @property
     def _simulated(self) -> bool:
         return bool(self.get_parameter('use_sim_time').value)
-
-
-def _embodiment_path(text: str) -> Path:
-    return Path(text) if Path(text).is_file() else qos.config_path(text)
 
 
 def _tokenizer_of(session: Session) -> Any:

@@ -79,7 +79,7 @@ def decode_compressed(message: Any, *, stream: str, max_pixels: int = MAX_PIXELS
     )
     if not found or named not in ('', found):
         raise BadEncoding(
-            f'{stream} says format {message.format!r}, its data begin with '
+            f'{stream} says format {message.format!r:.80}, its data begin with '
             f'{data[:8].hex() or "nothing"}; publish JPEG or PNG and name it'
         )
     whole = data.rstrip(b'\0').endswith(_JPEG_END) if found == 'jpeg' else data.endswith(_PNG_END)
@@ -148,7 +148,7 @@ def _unknown_encoding(stream: str, encoding: str) -> str:
         remedy = 'it does not say the colour order; let the publisher name rgb8, bgr8 or mono8'
     else:
         remedy = 'set the camera driver to one of them or insert a converter node (image_proc)'
-    return f'{stream} has encoding {encoding!r}, decoded are {", ".join(_CHANNELS)}; {remedy}'
+    return f'{stream} has encoding {encoding!r:.80}, decoded are {", ".join(_CHANNELS)}; {remedy}'
 
 
 def _format_named(stream: str, text: str) -> str:
@@ -161,7 +161,7 @@ def _format_named(stream: str, text: str) -> str:
         if not lower.strip():
             return ''
     raise BadEncoding(
-        f'{stream} has format {text!r}, decoded are jpeg and png; insert image_transport '
+        f'{stream} has format {text!r:.80}, decoded are jpeg and png; insert image_transport '
         'republish to raw or jpeg'
     )
 

@@ -14,18 +14,27 @@ import threading
 from typing import Protocol
 
 import rclpy
+from rclpy.exceptions import NameValidationException
+from rclpy.exceptions import ParameterException
 from rclpy.executors import ExternalShutdownException
 from rclpy.executors import SingleThreadedExecutor
+from rclpy.impl.implementation_singleton import rclpy_implementation
 from rclpy.node import Node
 from rclpy.signals import SignalHandlerOptions
 
+from flashrt_core.errors import ConfigError
 from flashrt_core.errors import FlashrtError
+from flashrt_ros.config_files import parameter_files_for_others
 from flashrt_ros.qos import use_large_message_profile
+from flashrt_ros.ros_environment import check_domain
 
 EXIT_OK = 0
 EXIT_CONFIG = 2
 EXIT_DEVICE_LOST = 75
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_REFUSED_BY_ROS = (
+    rclpy_implementation.RCLError, rclpy_implementation.UnknownROSArgsError,
+    rclpy_implementation.RCLInvalidROSArgsError, NameValidationException, ParameterException)
 
 
 class StopRequest:
@@ -83,6 +92,15 @@ def listen_for_signals(stop: StopRequest) -> None:
     threading.Thread(target=wait, name='signals', daemon=True).start()
 
 
+def refusal_text(error: Exception) -> str:
+    """Return the sentence with which a start that ROS or this package refuses ends."""
+    if isinstance(error, FlashrtError):
+        return f'[{error.code}] {error}'
+    reason = str(error).split(', at /')[0]
+    return (f'[{ConfigError.code}] ROS refuses the start: {reason}; correct what follows '
+            '--ros-args, the parameter files it names, or the ROS_* variables')
+
+
 def run_node(
     make_node: Callable[[StopRequest], Node],
     argv: Sequence[str] | None = None,
@@ -93,19 +111,24 @@ def run_node(
     :param make_node: called after ``rclpy.init``; the node may itself set the stop request.
     :param stop_timeout_s: for the acknowledged hold and the teardown together.
     """
+    arguments = list(sys.argv if argv is None else argv)
     stop = StopRequest()
     listen_for_signals(stop)
-    use_large_message_profile()
-    rclpy.init(args=list(sys.argv if argv is None else argv),
-               signal_handler_options=SignalHandlerOptions.NO)
-    executor = SingleThreadedExecutor()
-    stop.on_set(executor.wake)
     try:
+        check_domain()
+        use_large_message_profile()
+        rclpy.init(args=arguments,
+                   signal_handler_options=SignalHandlerOptions.NO)
+        executor = SingleThreadedExecutor()
+        stop.on_set(executor.wake)
         node = make_node(stop)
-    except FlashrtError as error:
-        rclpy.logging.get_logger('flashrt_ros').fatal(f'[{error.code}] {error}')
-        rclpy.shutdown()
+    except (FlashrtError, *_REFUSED_BY_ROS) as error:
+        # Logging may be what failed.
+        print(f'[FATAL] {refusal_text(error)}', file=sys.stderr, flush=True)
+        rclpy.try_shutdown()
         return EXIT_CONFIG
+    for sentence in parameter_files_for_others(arguments, node.get_fully_qualified_name()):
+        node.get_logger().warning(sentence)
     executor.add_node(node)
     try:
         while not stop.is_set():

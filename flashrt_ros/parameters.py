@@ -8,6 +8,7 @@ from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Mapping
 from dataclasses import dataclass
+import difflib
 import math
 from typing import Any
 
@@ -22,6 +23,7 @@ from rclpy.parameter import Parameter
 
 from flashrt_core.errors import ConfigError
 from flashrt_core.errors import ParameterInvalid
+from flashrt_ros import qos
 
 Value = bool | int | float | str
 
@@ -118,6 +120,13 @@ class ParameterTable:
 
         :raises ConfigError: naming the parameter, its value and the remedy.
         """
+        for name, parameter in node._parameter_overrides.items():
+            if name.startswith(qos.OVERRIDES):
+                qos.check_override(name, parameter.value)
+            elif name not in self.specs and not node.has_parameter(name):
+                raise ConfigError(
+                    f'parameter {name} is unknown to {node.get_name()}, {parameter.value!r:.80} '
+                    f'was not taken; {self._remedy(name)} or remove it')
         for spec in self.specs.values():
             given = node._parameter_overrides.get(spec.name)
             if given is not None:
@@ -175,22 +184,41 @@ class ParameterTable:
                 f'{"yes" if spec.read_only else ""} | {spec.description} |')
         return '\n'.join(lines) + '\n'
 
+    def _remedy(self, name: str) -> str:
+        close = difflib.get_close_matches(name, self.specs, n=1)
+        return (f'write {close[0]}' if close
+                else 'give one of those that `ros2 param list` shows')
+
     def _guard(self, node: Node) -> None:
-        # Both set services go through this method of the node, before rclpy's own checks.
+        # All set services and calls go through these methods, before rclpy's own checks.
         unguarded = node.set_parameters_atomically
+
+        def refuse(error: ParameterInvalid) -> SetParametersResult:
+            self._refused(error)
+            return SetParametersResult(successful=False, reason=f'[{error.code}] {error}')
 
         def set_parameters_atomically(parameters: list[Parameter]) -> SetParametersResult:
             try:
+                for parameter in parameters:
+                    if not node.has_parameter(parameter.name):
+                        raise ParameterInvalid(
+                            f'parameter {parameter.name} is unknown to {node.get_name()}; '
+                            f'{self._remedy(parameter.name)}')
                 self.check(parameters)
             except ParameterInvalid as error:
-                self._refused(error)
-                return SetParametersResult(successful=False, reason=f'[{error.code}] {error}')
+                return refuse(error)
             result = unguarded(parameters)
-            if result.successful:
-                self._take(parameters)
+            if not result.successful:
+                return refuse(ParameterInvalid(
+                    f'parameter {", ".join(p.name for p in parameters)}: {result.reason}'))
+            self._take(parameters)
             return result
 
+        def set_parameters(parameters: list[Parameter]) -> list[SetParametersResult]:
+            return [set_parameters_atomically([parameter]) for parameter in parameters]
+
         node.set_parameters_atomically = set_parameters_atomically
+        node.set_parameters = set_parameters
 
     def _take(self, parameters: Iterable[Parameter]) -> None:
         for parameter in parameters:

@@ -4,9 +4,9 @@ After REP-2003: sensors best effort, commands reliable and never queued, status 
 """
 
 from collections.abc import Callable
+from collections.abc import Mapping
 import os
 from pathlib import Path
-import sys
 
 from rclpy.duration import Duration
 from rclpy.event_handler import PublisherEventCallbacks
@@ -19,8 +19,15 @@ from rclpy.qos import ReliabilityPolicy
 from rclpy.qos_overriding_options import QoSOverridingOptions
 
 from flashrt_core.errors import ConfigError
+from flashrt_ros.config_files import config_path
 
 Report = Callable[[str, str], None]  # topic, sentence
+OVERRIDES = 'qos_overrides.'
+_DEPTHS = range(1, 10_001)
+_POLICIES: Mapping[str, tuple[str, ...]] = {
+    'history': ('keep_last', 'keep_all', 'system_default'),
+    'reliability': ('reliable', 'best_effort', 'system_default'),
+}
 
 _PROFILES_VARIABLES = ('FASTRTPS_DEFAULT_PROFILES_FILE', 'FASTDDS_DEFAULT_PROFILES_FILE')
 
@@ -65,6 +72,26 @@ def overridable() -> QoSOverridingOptions:
     return QoSOverridingOptions.with_default_policies()
 
 
+def check_override(name: str, value: object) -> None:
+    """Check one ``qos_overrides.<topic>.<publisher|subscription>.<policy>`` parameter.
+
+    :raises ConfigError: naming the parameter, its value and the remedy.
+    """
+    parts = name.split('.')
+    if len(parts) != 4 or not parts[1].startswith('/') or parts[2] not in (
+            'publisher', 'subscription') or parts[3] not in ('depth', *_POLICIES):
+        raise ConfigError(
+            f'parameter {name} is {value!r:.80}; write qos_overrides./<full topic>.'
+            '<publisher|subscription>.<depth|history|reliability>')
+    if parts[3] == 'depth':
+        if isinstance(value, bool) or not isinstance(value, int) or value not in _DEPTHS:
+            raise ConfigError(
+                f'parameter {name} is {value!r:.80}; give {_DEPTHS.start} to {_DEPTHS.stop - 1}')
+    elif value not in _POLICIES[parts[3]]:
+        raise ConfigError(
+            f'parameter {name} is {value!r:.80}; give one of {", ".join(_POLICIES[parts[3]])}')
+
+
 def incompatible_text(topic: str, policy_kind: int, side: str) -> str:
     """Return the sentence a diagnostic carries; ``side`` is publisher or subscription."""
     policy = qos_policy_name_from_kind(policy_kind).lower()
@@ -84,22 +111,6 @@ def publisher_events(topic: str, report: Report) -> PublisherEventCallbacks:
     return PublisherEventCallbacks(
         incompatible_qos=lambda event: report(topic, incompatible_text(
             topic, event.last_policy_kind, 'publisher')))
-
-
-def config_path(name: str) -> Path:
-    """Return the path of ``config/<name>`` in the source tree or where it was installed.
-
-    :raises ConfigError: when it is in neither.
-    """
-    candidates = [Path(__file__).resolve().parent.parent / 'config' / name]
-    for prefix in [*os.environ.get('AMENT_PREFIX_PATH', '').split(os.pathsep), sys.prefix]:
-        if prefix:
-            candidates.append(Path(prefix) / 'share' / 'flashrt_ros' / 'config' / name)
-    for candidate in candidates:
-        if candidate.is_file():
-            return candidate
-    raise ConfigError(f'config file {name} is in none of {[str(c.parent) for c in candidates]}; '
-                      'install the package or source its setup file')
 
 
 def use_large_message_profile() -> Path | None:

@@ -82,6 +82,17 @@ def require_ros() -> None:
     )
 
 
+def check_domain() -> None:
+    """Check ROS_DOMAIN_ID, with which Fast DDS would end the process without a word.
+
+    :raises ConfigError: naming the value and the range.
+    """
+    text = os.environ.get('ROS_DOMAIN_ID', '') or '0'
+    if not text.isdecimal() or int(text) > 232:
+        raise ConfigError(
+            f'ROS_DOMAIN_ID is {text!r:.40}; give 0 to 232, on Linux best 0 to 101')
+
+
 class DomainLease:
     """A ROS domain id that no other lease of this user and no live participant here uses."""
 

@@ -53,8 +53,10 @@ def generate_launch_description() -> LaunchDescription:
         name='executor',
         namespace=LaunchConfiguration('namespace'),
         prefix=LaunchConfiguration('python'),
-        parameters=[LaunchConfiguration('params_file'), overrides],
-        ros_arguments=['--log-level', LaunchConfiguration('log_level')],
+        # As an argument a missing file is refused; as a parameter launch only warns of it.
+        ros_arguments=['--params-file', LaunchConfiguration('params_file'),
+                       '--log-level', LaunchConfiguration('log_level')],
+        parameters=[overrides],
         respawn=LaunchConfiguration('respawn'),
         respawn_delay=1.0,
         output='screen',

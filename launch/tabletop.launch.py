@@ -15,7 +15,7 @@ ARGUMENTS = (
     ('lock_step', 'false', 'the world moves only by ~/step', ('true', 'false')),
     ('python', '', 'interpreter that runs the node; empty: the one on PATH', None),
 )
-TYPED = {'seed': int, 'lock_step': bool}
+PARAMETERS = ('seed', 'lock_step')
 
 
 def generate_launch_description() -> LaunchDescription:
@@ -31,17 +31,17 @@ def generate_launch_description() -> LaunchDescription:
         ),
         description='parameters under /**/tabletop:',
     )
-    overrides = {
-        name: ParameterValue(LaunchConfiguration(name), value_type=kind)
-        for name, kind in TYPED.items()
-    }
+    # Without a type: a value of the wrong one is refused by the node, which says what it takes.
+    overrides = {name: ParameterValue(LaunchConfiguration(name)) for name in PARAMETERS}
     robot = Node(
         package='flashrt_ros',
         executable='tabletop',
         name='tabletop',
         namespace=LaunchConfiguration('namespace'),
         prefix=LaunchConfiguration('python'),
-        parameters=[LaunchConfiguration('params_file'), overrides],
+        # As an argument a missing file is refused; as a parameter launch only warns of it.
+        ros_arguments=['--params-file', LaunchConfiguration('params_file')],
+        parameters=[overrides],
         output='screen',
         emulate_tty=True,
     )

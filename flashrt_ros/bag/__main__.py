@@ -38,15 +38,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _replay(given: argparse.Namespace) -> int:
-    from pathlib import Path
 
     from flashrt_core.capsule import CapsuleStore
     from flashrt_core.policies import make_policy
     from flashrt_core.runtime import pick_backend
     from flashrt_ros.bag.recording import Recording
     from flashrt_ros.bag.replay import Replayer
+    from flashrt_ros.config_files import find_embodiment
     from flashrt_ros.embodiment import load_embodiment
-    from flashrt_ros.qos import config_path
 
     recording = Recording(given.path)
 
@@ -70,7 +69,7 @@ def _replay(given: argparse.Namespace) -> int:
             recording,
             session,
             store,
-            load_embodiment(robot if Path(robot).is_file() else config_path(robot)),
+            load_embodiment(find_embodiment(robot)),
             resize=setting('image_resize'),
             marks=int(bytes_of('rollback_ticks', 16)) + 1,
         )

@@ -15,6 +15,7 @@ import time
 
 from flashrt_core.errors import ConfigError
 from flashrt_ros.conductor import Conductor
+from flashrt_ros.config_files import config_path
 from flashrt_ros.demo.lockstep import LockStep
 from flashrt_ros.demo.realtime import real_time_episode
 from flashrt_ros.demo.record import Run
@@ -23,7 +24,6 @@ from flashrt_ros.demo.terminal import Terminal
 from flashrt_ros.msg import ExecutorStatus
 from flashrt_ros.processes import ProcessError
 from flashrt_ros.processes import ProcessGroup
-from flashrt_ros.qos import config_path
 from flashrt_ros.qos import use_large_message_profile
 
 NAMESPACE = 'demo'

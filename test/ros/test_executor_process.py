@@ -21,6 +21,7 @@ from rclpy.node import Node
 from trajectory_msgs.msg import JointTrajectory
 
 from flashrt_ros import qos
+from flashrt_ros.config_files import config_path
 from flashrt_ros.msg import ActionChunk
 from flashrt_ros.msg import ExecutorStatus
 from flashrt_ros.processes import Process
@@ -116,7 +117,7 @@ def test_a_signal_ends_it_with_0_after_an_acknowledged_hold(
 
 def test_an_invalid_transition_answers_false_and_the_node_lives_in_a_namespace_with_its_yaml(
         group: ProcessGroup, watcher: Watcher, tmp_path: Path) -> None:
-    text = qos.config_path('executor.yaml').read_text()
+    text = config_path('executor.yaml').read_text()
     assert '/**/executor:' in text
     path = tmp_path / 'executor.yaml'
     path.write_text(text.replace('tick_period_steps: 8', 'tick_period_steps: 11'))

@@ -63,7 +63,7 @@ def test_the_parameters_given_by_launch_are_those_of_the_nodes():
     executor = {spec.name for spec in executor_specs} | {'use_sim_time'}
     assert set(_constant(ROOT / 'launch/executor.launch.py', 'PARAMETERS')) <= executor
     tabletop = {spec.name for spec in tabletop_specs}
-    assert set(_constant(ROOT / 'launch/tabletop.launch.py', 'TYPED')) <= tabletop
+    assert set(_constant(ROOT / 'launch/tabletop.launch.py', 'PARAMETERS')) <= tabletop
 
 
 def test_parameter_files_are_keyed_so_that_a_namespace_does_not_hide_them():

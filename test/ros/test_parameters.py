@@ -51,6 +51,35 @@ def test_values_come_from_the_start_and_follow_changes(graph: Graph) -> None:
     assert table['mode'] == 'hard' and changes == [('mode', 'soft', 'hard')]
 
 
+@pytest.mark.parametrize('name, words', [
+    ('count_step', 'write count_steps'), ('zebra', 'ros2 param list')])
+def test_an_unknown_parameter_is_refused_at_start_and_at_run_time_with_what_was_meant(
+        graph: Graph, name: str, words: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        declared(graph, **{name: 4})
+    assert all(part in str(error.value) for part in (f'parameter {name} ', '4', words))
+    node, table = declared(graph)
+    refused: list[ParameterInvalid] = []
+    table.on_refusal(refused.append)
+    result = node.set_parameters([Parameter(name, value=4), Parameter('count_steps', value=4)])
+    assert [r.successful for r in result] == [False, True]
+    assert f'parameter {name} ' in result[0].reason and words in result[0].reason
+    assert len(refused) == 1 and table['count_steps'] == 4
+
+
+def test_what_ros_itself_refuses_is_counted_and_named_too(graph: Graph) -> None:
+    node, table = declared(graph)
+    refused: list[ParameterInvalid] = []
+    table.on_refusal(refused.append)
+    result = node.set_parameters([Parameter('use_sim_time', value=3)])
+    assert not result[0].successful and 'use_sim_time' in result[0].reason and refused
+
+
+def test_a_wrong_quality_of_service_override_is_refused_at_start(graph: Graph) -> None:
+    with pytest.raises(ConfigError, match='depth is -1; give 1 to'):
+        declared(graph, **{'qos_overrides./a.subscription.depth': -1})
+
+
 @pytest.mark.parametrize('name, value, words', [
     ('gain_ratio', 1.5, 'gain_ratio is 1.5; give a value in 0 .. 1'),
     ('gain_ratio', 1, 'of type INTEGER; give a DOUBLE (write 1.0)'),

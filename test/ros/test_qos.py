@@ -95,6 +95,22 @@ def test_the_shared_memory_profile_is_used_unless_the_user_has_one(
     assert qos.use_large_message_profile() is None
 
 
-def test_a_missing_config_file_is_named() -> None:
-    with pytest.raises(ConfigError, match='no-such'):
-        qos.config_path('no-such.yaml')
+@pytest.mark.parametrize(('name', 'value', 'words'), [
+    ('qos_overrides./a.subscription.depth', -1, '1 to 10000'),
+    ('qos_overrides./a.subscription.depth', True, '1 to 10000'),
+    ('qos_overrides./a.subscription.reliability', 'relible', 'best_effort'),
+    ('qos_overrides./a.subscription.history', 3, 'keep_last'),
+    ('qos_overrides./a.subscriber.depth', 1, 'publisher|subscription'),
+    ('qos_overrides.a.subscription.depth', 1, 'full topic'),
+    ('qos_overrides./a.subscription.deadline', 1, 'reliability'),
+])
+def test_a_wrong_override_is_refused_with_its_name_value_and_what_can_be_given(
+        name: str, value: object, words: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        qos.check_override(name, value)
+    assert all(part in str(error.value) for part in (name, repr(value), words))
+
+
+def test_a_right_override_passes() -> None:
+    qos.check_override('qos_overrides./arm1/joint_states.subscription.depth', 5)
+    qos.check_override('qos_overrides./images/top.publisher.reliability', 'best_effort')

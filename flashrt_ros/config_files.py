@@ -1,0 +1,96 @@
+"""Files below config/, in the source tree or as installed, and parameter files for a node."""
+
+from collections.abc import Iterator
+from collections.abc import Sequence
+import difflib
+import itertools
+import os
+from pathlib import Path
+import re
+import sys
+from typing import Any
+
+import yaml
+
+from flashrt_core.errors import ConfigError
+
+
+def config_path(name: str) -> Path:
+    """Return the path of ``config/<name>``.
+
+    :raises ConfigError: when it is in neither place; says which files there are.
+    """
+    candidates = [folder / name for folder in _folders()]
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate
+    folders = list(dict.fromkeys(str(c.parent) for c in candidates))
+    shipped = sorted({file.name for c in candidates for file in c.parent.glob('*.yaml')})
+    raise ConfigError(
+        f'config file {name} is in none of {folders}; '
+        + (f'give the path of a file, or one of {", ".join(shipped)} there' if shipped
+           else 'give the path of a file, or source the setup file of the package'))
+
+
+def find_embodiment(name: str) -> Path:
+    """Return the file that the parameter ``embodiment`` names: a path, or a file below config/.
+
+    :raises ConfigError: there is none; says which are shipped.
+    """
+    path = Path(name).expanduser()
+    if path.is_file():
+        return path
+    if name and not path.is_absolute():
+        for folder in _folders():
+            if (folder / name).is_file():
+                return folder / name
+    shipped = sorted({f.name for folder in _folders() for f in folder.glob('embodiments/*.yaml')})
+    close = difflib.get_close_matches(path.name, shipped, n=1)
+    raise ConfigError(
+        f'embodiment is {name!r:.200}, which is no file here nor below config/; give a path, or '
+        f'embodiments/{close[0] if close else "<file>"}; shipped are {", ".join(shipped)}')
+
+
+def parameter_files_for_others(argv: Sequence[str], node_name: str) -> list[str]:
+    """Return a sentence for each ``--params-file`` that has nothing for a node.
+
+    rcl passes over such a file silently, e.g. when the node's name in it is misspelt.
+
+    :param node_name: fully qualified.
+    """
+    sentences = []
+    for path in [value for flag, value in itertools.pairwise(argv)
+                 if flag == '--params-file']:
+        try:
+            sections = list(_sections(yaml.safe_load(Path(path).read_text()), ''))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError):
+            continue  # rcl has said more about it
+        if not any(_pattern(section).fullmatch(node_name) for section in sections):
+            name = node_name.rsplit('/', 1)[-1]
+            sentences.append(
+                f'parameter file {path} has {", ".join(sections)[:200] or "no section"}, nothing '
+                f'for {node_name}; write /**/{name}:, below it ros__parameters:')
+    return sentences
+
+
+def _sections(document: Any, place: str) -> Iterator[str]:
+    if isinstance(document, dict):
+        for key, value in document.items():
+            if key == 'ros__parameters':
+                yield place
+            else:
+                yield from _sections(value, f'{place}/{str(key).strip("/")}')
+
+
+def _pattern(section: str) -> re.Pattern[str]:
+    parts = {'**': '(?:/[^/]+)*', '*': '/[^/]+'}
+    return re.compile(''.join(
+        parts.get(part, f'/{re.escape(part)}') for part in section.strip('/').split('/')))
+
+
+def _folders() -> list[Path]:
+    folders = [Path(__file__).resolve().parent.parent / 'config']
+    for prefix in [*os.environ.get('AMENT_PREFIX_PATH', '').split(os.pathsep), sys.prefix]:
+        if prefix:
+            folders.append(Path(prefix) / 'share' / 'flashrt_ros' / 'config')
+    return folders
