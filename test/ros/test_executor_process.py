@@ -109,7 +109,7 @@ def test_a_signal_ends_it_with_0_after_an_acknowledged_hold(
     group.wait_for(lambda: len(commands) > 3, 30, 'the robot to move')
     assert ended(process, number) == 0
     group.wait_for(lambda: len(commands[-1].points) == 1, 10, 'the hold, a single point')
-    assert len(commands[-2].points) > 1, 'a chunk came before it'
+    assert any(len(command.points) > 1 for command in commands[:-1]), 'chunks came before it'
     log = process.log()
     assert f'ending: {signal.Signals(number).name}' in log
     assert 'not acknowledged' not in log and 'Traceback' not in log
