@@ -123,11 +123,6 @@ class TierUsage:
     pinned_bytes: int
     capsules: int
 
-    @property
-    def free_bytes(self) -> int:
-        """Bytes that need no eviction."""
-        return self.budget_bytes - self.used_bytes
-
 
 @dataclass(frozen=True)
 class StoreEvent:
