@@ -20,8 +20,8 @@ from flashrt_core.policies.pi0.weights import weight_specs
 CONFIG = replace(
     TINY,
     vision=SiglipDims(image_size=28, patch_size=14, width=96, layers=1, heads=4, mlp=128),
-    prefix=GemmaDims(width=64, layers=2, heads=4, kv_heads=1, head_dim=32, mlp=96),
-    expert=GemmaDims(width=128, layers=2, heads=4, kv_heads=1, head_dim=32, mlp=256),
+    prefix=GemmaDims(width=64, layers=2, heads=4, kv_heads=2, head_dim=32, mlp=96),
+    expert=GemmaDims(width=128, layers=2, heads=4, kv_heads=2, head_dim=32, mlp=256),
     vocab=64, horizon=6, flow_steps=2)
 EXACT = 1e-5     # float32 in another order
 GELU = 1e-3      # torch's product with GELU is the exact one on the CPU, by tanh on CUDA
@@ -54,7 +54,7 @@ def check_forward() -> None:
     mask = torch.ones(c.prefix_tokens, dtype=torch.bool)
     mask[4:8] = False
     mask[-5:] = False
-    kv = torch.full((2, c.prefix_tokens, 2, 1, 32), torch.nan)
+    kv = torch.full((2, c.prefix_tokens, 2, 2, 32), torch.nan)
     mine = kv.clone()
     model.encode_prefix(tokens, text, mask, kv, w, c)
     fast.encode_prefix(tokens, text, mask, mine, w, c)
