@@ -22,6 +22,7 @@ from flashrt_core.errors import ActionJump
 from flashrt_core.errors import FlashrtError
 from flashrt_core.errors import LaneBusy
 from flashrt_core.policies.protocol import Chunk
+from flashrt_ros.clocks import NANOSECONDS
 from flashrt_ros.control_loop import ChunkPlayer
 from flashrt_ros.control_loop import Played
 from flashrt_ros.embodiment import Embodiment
@@ -90,7 +91,9 @@ class Control:
         """
         counters.declare(COUNTERS)
         joints = len(embodiment.joints)
-        self.stream = parameters['output_mode'] == 'stream' or parameters['lock_step']
+        self._parameters = parameters
+        self._lock_step = bool(parameters['lock_step'])
+        self.stream = parameters['output_mode'] == 'stream' or self._lock_step
         self.progress = Progress()
         self.player = ChunkPlayer(joints)
         self.limiter = StepLimiter(embodiment, counters)
@@ -112,6 +115,7 @@ class Control:
         self._max_step = embodiment.max_step
         self._speed = 1.0
         self._step_limit: tuple[int | None, str] = (None, '')
+        self._exhausted_ns: int | None = None  # steady; since when no action is left to play
         self.ticks_played = 0
         self._target = np.zeros(joints)
         self._command = np.zeros(joints)
@@ -120,9 +124,11 @@ class Control:
 
     def step(self, slot: int = 0) -> Vector | None:
         """Play one step and return the command, None when there is none. Step thread."""
-        ended = None
+        ended, message = None, ''
         with self.publish_lock:
             played = self.player.next_action(self._target)
+            if played is not Played.EXHAUSTED:
+                self._exhausted_ns = None
             if played is Played.ACTION:
                 self.limiter.limit(self._target, self._command)
                 if self.stream:
@@ -135,12 +141,22 @@ class Control:
                     ended = self.holds.hold(cause)
                     self.publish_hold()
             elif played is Played.EXHAUSTED:
-                if not self.still:
-                    self._counters.add('exhausted')
                 self.publish_hold()
-        self.emit(ended)
+                if self._exhausted_for_too_long():
+                    ended = self.holds.hold(Cause.EXHAUSTED)
+                    message = 'the chunk is used up and no new one came within exhausted_hold_s'
+        self.emit(ended, message)
         self.on_step()
         return self._command.copy() if played is Played.ACTION else None
+
+    def _exhausted_for_too_long(self) -> bool:
+        """Whether the robot may have been moved meanwhile; in lock-step the caller's business."""
+        now = time.monotonic_ns()
+        if self._exhausted_ns is None:
+            self._exhausted_ns = now
+            self._counters.add('exhausted')
+        limit_ns = self._parameters['exhausted_hold_s'] * NANOSECONDS
+        return not self._lock_step and now - self._exhausted_ns >= limit_ns
 
     def limit_steps(self, step: int | None, cause: str) -> None:
         """Hold for ``cause`` once ``progress.step`` reaches ``step``; None: no limit."""
@@ -183,13 +199,15 @@ class Control:
         with self.publish_lock:
             if self.player.held:
                 return
-            commanded = self.limiter.command
-            limited = actions.copy()
+            commanded, limited = self.limiter.command, actions
             if self.limiter.blending:
+                limited = actions.copy()
                 self._path.rebase(commanded, speed=self._speed)
                 for row in limited[first_step:]:
                     self._path.limit(row, row)
-            else:
+            elif not (np.abs(actions[first_step] - commanded) <= self._max_step).all():
+                # The guard has limited the rows among each other; only the seam may be too wide.
+                limited = actions.copy()
                 limit_path(limited[first_step:], commanded, self._max_step)
             self.outputs.trajectory(limited, first_step, commanded)
             self.still = False
@@ -263,7 +281,7 @@ class Control:
 
     def end_change(
         self, restored: bool, *, capsule: str = '', reset: bool = False, bit_exact: bool = True,
-        poisoned: bool = False, with_lock: Callable[[], None] = lambda: None,
+        poisoned: bool = False, with_lock: Callable[[], object] = lambda: None,
     ) -> None:
         """Go on: in a new epoch through resync when ``restored``, else in the old one.
 

@@ -7,6 +7,7 @@ of ``tick_now`` takes its place. All that commands the robot lies in executor_co
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from functools import partial
 import threading
 import time
 from typing import Any
@@ -86,18 +87,14 @@ class Engine:
             error_after=parameters['tick_misses_to_hold'],
             heartbeat_s=parameters['heartbeat_period_s'], counters=counters)
         views = {view: self.ports.views[view] for view in embodiment.views}
-        max_age_s = {'joint_states': parameters['max_joint_age_s']}
-        max_age_s.update({f'images/{view}': parameters['max_image_age_s'] for view in views})
-        self.ages = ObservationWatch(
-            max_age_s, max_skew_s=parameters['max_skew_s'],
-            future_tolerance_s=parameters['future_tolerance_s'], counters=counters)
+        self._parameters = parameters
+        self.ages = ObservationWatch(counters=counters, **self._age_limits())
         self.observations = ObservationBuffer(
             embodiment, views, self.ages, resize=parameters['image_resize'],
             lock_step=self.lock_step, notify=self.wake)
         self.book = TickBook(embodiment, self.ports, self.slot, int(session.config.seed))
         self._faults = Faults(control, session, self.observations, self.ages, self.slot,
                               counters, parameters)
-        self._parameters = parameters
         self._clock = clock
         self._now_ns = now_ns
         self._take_mark = take_mark
@@ -112,6 +109,17 @@ class Engine:
         control.drop_running = self._drop_running
         control.wake = self.wake
         control.on_step = self._stepped
+
+    def parameters_changed(self) -> None:
+        """Take over limits that parts of the engine keep; any thread."""
+        self.ages.set_limits(**self._age_limits())
+        self.watch.error_after = self._parameters['tick_misses_to_hold']
+
+    def _age_limits(self) -> dict[str, Any]:
+        of, views = self._parameters, self.embodiment.views
+        max_age_s = {f'images/{view}': of['max_image_age_s'] for view in views}
+        return {'max_age_s': {'joint_states': of['max_joint_age_s'], **max_age_s},
+                'max_skew_s': of['max_skew_s'], 'future_tolerance_s': of['future_tolerance_s']}
 
     # -- activation -----------------------------------------------------------------------------
 
@@ -157,6 +165,24 @@ class Engine:
         if subgoal.interrupt:
             self.interrupt()
         self.control.outputs.status()
+
+    def restored(self, pending: Pending | None = None) -> int:
+        """The session's state was replaced; under the submit lock.
+
+        :return: sequence of the subgoal that was dropped with it, 0 for none.
+        """
+        seed = self.book.seed
+        try:
+            # Behind every reply and before the next tick: nobody waits for this read.
+            seed = partial(self.session.lane.call(self.seed_now).result, 0.0)
+        except LaneError:
+            pass  # the lane is gone, no tick will ask
+        self.book.restored(seed, pending or Pending())
+        return self.slot.restored(self.control.progress.episode)
+
+    def seed_now(self) -> int:
+        """Read the seed from the session's state; lane thread."""
+        return int(self.session.buffers['seed'].row(0))
 
     def write(self, prompt: tuple[int, ...] | None = None, seed: int | None = None) -> None:
         """Have the next committed tick take over a prompt or a seed."""
@@ -313,7 +339,7 @@ class Engine:
                 self.watch.dropped()
                 return False
         if self.watch.finished(time.monotonic_ns()) and (
-                self.watch.misses_in_a_row >= self._parameters['tick_misses_to_hold']):
+                self.watch.misses_in_a_row >= self.watch.error_after):
             control.hold(Cause.TICK_DEADLINE,
                          message=f'{self.watch.misses_in_a_row} ticks in a row were late')
         self.session.lane.call(lambda: self._mark(generation))

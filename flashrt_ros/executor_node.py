@@ -41,6 +41,7 @@ from flashrt_ros.executor_inputs import ExecutorInputs
 from flashrt_ros.executor_outputs import ExecutorOutputs
 from flashrt_ros.executor_parameters import check_at_configure
 from flashrt_ros.executor_parameters import executor_parameters
+from flashrt_ros.executor_parameters import heartbeat_deadline_s
 from flashrt_ros.executor_report import ExecutorReport
 from flashrt_ros.executor_services import ExecutorServices
 from flashrt_ros.executor_verbs import C0
@@ -90,7 +91,8 @@ class ExecutorNode(SafeLifecycleNode):
         self._ending = False
         self.report = ExecutorReport(self)
         self.outputs = ExecutorOutputs(
-            self, self.report.qos_mismatch, self._fill_status, self._device_lost)
+            self, self.report.qos_mismatch, self._fill_status, self._device_lost,
+            heartbeat_deadline_s(self.parameters))
         self.services_made = ExecutorServices(self)
         self._episodes = EpisodeServer(self)
         self.parameters.add_check(self._check_prompt)
@@ -249,6 +251,7 @@ class ExecutorNode(SafeLifecycleNode):
             await self.services_made.run(lambda: verbs.reset('', seed))
         elif seed is not None:
             self.engine.write(seed=seed)
+            self.outputs.event('seed', str(seed), {'seed': seed})
         self.control.clear(END)
 
     # -- parameters -----------------------------------------------------------------------------
@@ -281,6 +284,8 @@ class ExecutorNode(SafeLifecycleNode):
                                   if new else [])
             self._prompt = ''
             return
+        if self.engine is not None:
+            self.engine.parameters_changed()
         self.outputs.event('parameter', name, {'old': old, 'new': new})
 
     # -- inside ---------------------------------------------------------------------------------

@@ -44,11 +44,13 @@ class ExecutorOutputs:
         report: qos.Report,
         fill_status: Callable[[ExecutorStatus], None],
         device_lost: Callable[[FlashrtError], None],
+        heartbeat_deadline_s: float,
     ) -> None:
         """Create the publishers.
 
         :param report: told of an incompatible subscriber (topic, sentence).
         :param fill_status: writes the state now into a status message; any thread.
+        :param heartbeat_deadline_s: offered to subscribers, which are told when it passes.
         """
         self._node = node
         self._report = report
@@ -59,7 +61,8 @@ class ExecutorOutputs:
         self._tick_inputs = self._publisher(TickInput, '~/tick_input', qos.record())
         self._events = self._publisher(Event, '~/events', qos.record())
         self._status = self._publisher(ExecutorStatus, '~/status', qos.status())
-        self._heartbeats = self._publisher(Heartbeat, '~/heartbeat', qos.heartbeat())
+        self._heartbeats = self._publisher(
+            Heartbeat, '~/heartbeat', qos.heartbeat(heartbeat_deadline_s))
         self._status_lock = threading.Lock()
         self._encoder: TrajectoryEncoder | None = None
         self._embodiment: Embodiment | None = None
@@ -139,7 +142,7 @@ class ExecutorOutputs:
         message = TickInput(
             epoch=self.progress.epoch, episode=self.progress.episode, tick=chunk.tick,
             steps_executed=given.steps_executed, delay_steps=given.delay_steps,
-            subgoal_sequence=prepared.subgoal_requested, seed=prepared.seed,
+            subgoal_sequence=prepared.subgoal_sequence, seed=prepared.seed(),
             graph_keys=graph_keys(chunk), actions_digest=digest(chunk.actions[0]))
         for verdict in prepared.verdicts:
             stamp = ObservationStamp(

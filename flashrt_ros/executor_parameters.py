@@ -47,6 +47,9 @@ SPECS = (
                   0.0001, 60.0),
     ParameterSpec('future_tolerance_s', 0.05, 'stamps further ahead of ROS time are refused',
                   0.0, 60.0),
+    ParameterSpec('exhausted_hold_s', 0.2,
+                  'a chunk used up for this long holds; motion goes on from the measured pose',
+                  0.0, 60.0),
     ParameterSpec('limits', 'clamp', 'targets beyond the limits: clamp or reject the chunk',
                   choices=('clamp', 'reject'), read_only=True),
     ParameterSpec('resync_speed_ratio', 0.5, 'part of the rate limit used while blending in',
@@ -54,13 +57,13 @@ SPECS = (
     ParameterSpec('image_resize', 'letterbox', 'images of another size: letterbox or refuse them',
                   choices=('letterbox', 'refuse'), read_only=True),
     ParameterSpec('tick_deadline_s', 1.0, 'a longer tick counts as a missed deadline',
-                  0.001, 600.0),
+                  0.001, 600.0, read_only=True),
     ParameterSpec('tick_misses_to_hold', 3, 'missed deadlines in a row that hold the robot',
                   1, 1000),
     ParameterSpec('device_timeout_s', 10.0, 'a longer tick means that the device is lost',
                   0.1, 600.0),
     ParameterSpec('heartbeat_period_s', 0.2, 'longest silence of ~/heartbeat while no tick runs',
-                  0.01, 10.0),
+                  0.01, 10.0, read_only=True),
     ParameterSpec('verb_timeout_s', 30.0, 'limit of one capsule verb', 0.1, 3600.0),
     ParameterSpec('observation_timeout_s', 5.0, '~/step waits this long for its observation',
                   0.01, 600.0),
@@ -88,6 +91,14 @@ def executor_parameters() -> ParameterTable:
     table = ParameterTable(SPECS)
     table.add_check(_check_deadlines)
     return table
+
+
+def heartbeat_deadline_s(values: ParameterTable) -> float:
+    """Return the QoS deadline of ~/heartbeat: the longest silence of a node that is well.
+
+    A tick that begins when the last beat is a heartbeat period old may take up to its deadline.
+    """
+    return float(values['tick_deadline_s'] + values['heartbeat_period_s'])
 
 
 def check_at_configure(values: ParameterTable) -> None:
@@ -118,7 +129,9 @@ def document() -> str:
             'configure of the process.\nEvery topic also has '
             '`qos_overrides.<topic>.<publisher|subscription>.{history,depth,reliability}`.\n\n'
             + ParameterTable(SPECS).markdown()
-            + '\n## Exit status\n\n'
+            + '\n`~/heartbeat` offers the QoS deadline `tick_deadline_s + heartbeat_period_s`: a '
+            'subscriber that asks for as much or more\nis told when the executor falls silent.\n'
+            '\n## Exit status\n\n'
             '0 after SIGINT or SIGTERM, 2 for a parameter that is refused at start, 75 when the '
             'device is lost: start it anew\n(`respawn=True` in a launch file), it captures and '
             'loads C0 again; a second signal ends it at once with 128 + its number.\n')

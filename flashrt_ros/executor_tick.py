@@ -3,6 +3,7 @@
 No locks and no ROS here; the engine calls it on the tick side under its own rules.
 """
 
+from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -84,8 +85,8 @@ class Prepared:
     verdicts: tuple[StreamVerdict, ...]
     start: TickStart
     pending: Pending
-    subgoal_requested: int
-    seed: int
+    subgoal_sequence: int  # in the slot, or latched when nothing there counts
+    seed: Callable[[], int]  # in force; known once the tick has ended
     resync: bool
     started_ns: int  # steady
     digests: dict[str, int] = field(default_factory=dict)  # filled while the tick runs
@@ -105,13 +106,18 @@ class TickBook:
         self._slot = slot
         self._state = np.zeros(ports.state_dim, dtype=np.float32)
         self._committed: tuple[int, int] | None = None  # (observation step, delay told)
-        self.seed = seed
+        self.seed: Callable[[], int] = lambda: seed
         self.pending = Pending()
         self.clear_left_overs = True
 
-    def restored(self) -> None:
-        """The session's state was replaced: no step of its previous chunk has been played here."""
+    def restored(self, seed: Callable[[], int], pending: Pending) -> None:
+        """The session's state was replaced: no step of its previous chunk has been played here.
+
+        :param seed: gives the restored seed once the next tick has ended.
+        :param pending: what the next committed tick takes over.
+        """
         self._committed = None
+        self.seed, self.pending = seed, pending
         self.clear_left_overs = True
 
     def prepare(
@@ -138,9 +144,11 @@ class TickBook:
             prompt=self.pending.prompt,
             seed=self.pending.seed,
         )
-        seed = self.seed if self.pending.seed is None else self.pending.seed
+        given = self.pending.seed
         return Prepared(tick_input, observation, verdicts, start, self.pending,
-                        self._slot.requested, seed, resync, time.monotonic_ns())
+                        self._slot.latched if subgoal is None else subgoal.sequence,
+                        self.seed if given is None else lambda: given, resync,
+                        time.monotonic_ns())
 
     def committed(self, prepared: Prepared, chunk: Chunk) -> None:
         """Note that the tick's state was committed, whether or not its chunk is played."""

@@ -137,7 +137,7 @@ class Verbs:
                 restored = bool(capsule_id) and found.committed >= 0
             finally:
                 self._control.end_change(
-                    restored, capsule=capsule_id, with_lock=self._engine.book.restored,
+                    restored, capsule=capsule_id, with_lock=self._engine.restored,
                     bit_exact=self._session.boundary.bit_exact,
                     poisoned=self._session.boundary.poisoned is not None)
             if found.committed >= 0 and not capsule_id:
@@ -171,14 +171,12 @@ class Verbs:
             def entered() -> None:
                 engine, progress = self._engine, self._control.progress
                 assert report is not None
-                engine.book.restored()
-                engine.book.pending = pending or Pending()
-                engine.slot.new_episode(progress.episode)
+                dropped = engine.restored(pending)
                 progress.tick = report.position
                 self._control.outputs.event(kind, name, {
                     'restore_us': report.us, 'bytes': report.bytes, 'source': report.source,
                     'position': report.position, 'bit_exact': report.bit_exact,
-                    **(detail or {})})
+                    **({'subgoal_dropped': dropped} if dropped else {}), **(detail or {})})
 
             try:
                 report = self._on_lane(post, work, kind)
@@ -201,8 +199,7 @@ class Verbs:
         try:
             if capsule_id:
                 self._on_lane(lane.at_boundary, lambda: self._restore(capsule_id, 'same'), 'fork')
-            seed = self._on_lane(
-                lane.at_boundary, lambda: int(session.buffers['seed'].row(0)), 'fork')
+            seed = self._on_lane(lane.at_boundary, engine.seed_now, 'fork')
             rows = list(range(n))
             session.set_branches(rows, list(seeds) or [seed] * n, None if seeds else rows)
             prepared = engine.prepare_fork(observation, verdicts)
@@ -213,6 +210,8 @@ class Verbs:
             chosen = selected if commit == COMMIT_SELECTED else commit
             if chosen >= 0:
                 self._wait(session.commit_branch(chosen), 'fork')
+                committed_seed = seeds[chosen] if seeds else seed
+                prepared = replace(prepared, seed=lambda: committed_seed)
             found = Branches(actions, scores, spread, selected, max(chosen, -1), chunk, prepared)
         except BaseException:
             self._back_to(here)

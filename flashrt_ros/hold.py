@@ -230,7 +230,7 @@ class TickWatch:
             )
         counters.declare(COUNTERS)
         self._deadline_ns = int(deadline_s * NANOSECONDS)
-        self._error_after = error_after
+        self.error_after = error_after  # may be changed from any thread
         self._heartbeat_ns = int(heartbeat_s * NANOSECONDS)
         self._counters = counters
         self._started_ns: int | None = None
@@ -275,6 +275,6 @@ class TickWatch:
     @property
     def level(self) -> str:
         """Diagnostics level: ok, warn after a miss, error after ``error_after`` in a row."""
-        if self._misses >= self._error_after:
+        if self._misses >= self.error_after:
             return 'error'
         return 'warn' if self._misses else 'ok'

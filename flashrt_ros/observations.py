@@ -79,6 +79,19 @@ class ObservationWatch:
         :param future_tolerance_s: how far a stamp may lie ahead of ROS time.
         :raises ConfigError: when a limit is not positive (tolerance: negative).
         """
+        counters.declare(COUNTERS)
+        self._counters = counters
+        self._lock = threading.Lock()
+        self.set_limits(max_age_s, max_skew_s=max_skew_s, future_tolerance_s=future_tolerance_s)
+        self._newest_ns = dict.fromkeys(max_age_s, -1)
+
+    def set_limits(
+        self, max_age_s: Mapping[str, float], *, max_skew_s: float, future_tolerance_s: float
+    ) -> None:
+        """Judge by other limits from the next message and tick on. Any thread; as at the start.
+
+        :raises ConfigError: when one is out of range; the old ones stay.
+        """
         for stream, age in max_age_s.items():
             if not 0 < age < 3600:
                 raise ConfigError(f'max age of {stream} is {age} s; give more than 0, below 3600')
@@ -86,13 +99,9 @@ class ObservationWatch:
             raise ConfigError(f'max_skew_s is {max_skew_s}; give more than 0, below 3600')
         if not 0 <= future_tolerance_s < 3600:
             raise ConfigError(f'future_tolerance_s is {future_tolerance_s}; give 0 to 3600')
-        counters.declare(COUNTERS)
         self._max_age_ns = {name: int(age * NANOSECONDS) for name, age in max_age_s.items()}
         self._max_skew_ns = int(max_skew_s * NANOSECONDS)
         self._tolerance_ns = int(future_tolerance_s * NANOSECONDS)
-        self._counters = counters
-        self._lock = threading.Lock()
-        self._newest_ns = dict.fromkeys(max_age_s, -1)
 
     @property
     def streams(self) -> tuple[str, ...]:

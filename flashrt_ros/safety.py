@@ -117,17 +117,16 @@ class ActionGuard:
         :raises ActionJump: a step above max_step, when rejecting.
         """
         self._counters.add('chunks_checked')
-        self._check_finite(actions)
         checked = np.array(actions, dtype=np.float64, order='C')
         played = checked[first_step:]
-        outside = (played < self._robot.minimum) | (played > self._robot.maximum)
-        clamped = int(outside.sum())
-        if clamped:
-            if self._reject:
-                self._counters.add('chunks_out_of_limits')
-                raise ActionOutOfLimits(self._describe_limit(played, outside))
-            self._counters.add('actions_clamped', clamped)
-            np.clip(played, self._robot.minimum, self._robot.maximum, out=played)
+        clamped = 0
+        # What lies inside is finite too: the usual chunk passes with one look at all of it.
+        inside = (checked >= self._robot.minimum) & (checked <= self._robot.maximum)
+        if inside.all():
+            self._non_finite_in_a_row = 0
+        else:
+            self._check_finite(checked)
+            clamped = self._clamp(played)
         limited = self._limit_steps(played, commanded)
         return GuardedChunk(checked, clamped, limited)
 
@@ -161,6 +160,17 @@ class ActionGuard:
             f'action {step} of {self._robot.names[joint]} is {actions[step, joint]}; the whole '
             'chunk is dropped; check the observation and the weights, then ~/reset'
         )
+
+    def _clamp(self, played: Vector) -> int:
+        outside = (played < self._robot.minimum) | (played > self._robot.maximum)
+        clamped = int(outside.sum())
+        if clamped:
+            if self._reject:
+                self._counters.add('chunks_out_of_limits')
+                raise ActionOutOfLimits(self._describe_limit(played, outside))
+            self._counters.add('actions_clamped', clamped)
+            np.clip(played, self._robot.minimum, self._robot.maximum, out=played)
+        return clamped
 
     def _limit_steps(self, played: Vector, commanded: Vector | None) -> int:
         step = self._robot.max_step

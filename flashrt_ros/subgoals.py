@@ -19,7 +19,7 @@ COUNTERS = (
     'subgoals_out_of_order',
     'subgoals_wrong_episode',
     'subgoals_invalid',
-    'subgoals_dropped_by_reset',
+    'subgoals_dropped_by_restore',
 )
 
 
@@ -63,6 +63,7 @@ class SubgoalSlot:
         self._newest: Subgoal | None = None
         self._requested = 0
         self._latched = 0
+        self._void = 0  # highest sequence accepted before the newest restore
 
     @property
     def requested(self) -> int:
@@ -126,21 +127,35 @@ class SubgoalSlot:
         A tick that is dropped latches nothing, so the next one gets the same subgoal again.
         """
         with self._lock:
-            newest = self._newest
-            return newest if newest is not None and newest.sequence > self._latched else None
+            return self._newest if self._waits() else None
 
     def commit(self, sequence: int) -> None:
         """Note that a committed tick has latched ``sequence``. Tick side."""
         with self._lock:
             self._latched = max(self._latched, min(sequence, self._requested))
 
-    def new_episode(self, episode: int) -> None:
-        """After a reset: drop what is not for this episode, and its deadline. The marks stay."""
+    def restored(self, episode: int) -> int:
+        """After a restore, rollback or reset: what no tick has latched counts no more.
+
+        The marks stay. A subgoal's deadline ends with its episode only: within it the planner is
+        still expected to send the next one.
+
+        :param episode: the current one.
+        :return: sequence of the subgoal that was dropped, 0 when there was none.
+        """
         with self._lock:
-            if self._newest is not None and self._newest.episode != episode:
-                if self._newest.sequence > self._latched:
-                    self._counters.add('subgoals_dropped_by_reset')
+            newest, dropped = self._newest, 0
+            if newest is not None and self._waits():
+                dropped = newest.sequence
+                self._counters.add('subgoals_dropped_by_restore')
+            self._void = self._requested
+            if newest is not None and newest.episode != episode:
                 self._newest = None
+            return dropped
+
+    def _waits(self) -> bool:
+        newest = self._newest
+        return newest is not None and newest.sequence > max(self._latched, self._void)
 
     def overdue(self, now_ns: int) -> bool:
         """Whether the newest subgoal's deadline has passed. Any thread, steady time."""

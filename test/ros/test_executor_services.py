@@ -151,7 +151,7 @@ def test_a_subgoal_that_no_tick_has_latched_is_dropped_by_a_reset(tmp_path: Path
         epoch = r.reset().epoch
         wait_until(lambda: sum(c.epoch == epoch for c in r.chunks) >= 2, 'ticks of the new epoch')
         assert {c.subgoal_sequence for c in r.chunks if c.epoch == epoch} == {0}
-        assert r.executor.report.counters['subgoals_dropped_by_reset'] == 1
+        assert r.executor.report.counters['subgoals_dropped_by_restore'] == 1
         assert r.executor.engine.slot.requested == 1
 
 

@@ -88,18 +88,23 @@ def test_a_restore_does_not_apply_a_latched_subgoal_again():
 def test_a_reset_drops_what_was_meant_for_the_episode_before():
     subject, counters = slot()
     send(subject, 5, deadline_s=1.0)
-    subject.new_episode(2)
+    assert subject.restored(2) == 5
     assert subject.pending() is None and not subject.overdue(100 * S)
-    assert counters['subgoals_dropped_by_reset'] == 1
+    assert counters['subgoals_dropped_by_restore'] == 1
     with pytest.raises(SubgoalRefused):
         send(subject, 5, current_episode=2)  # the mark is not restored
 
 
-def test_a_restore_within_the_episode_keeps_what_is_pending():
+def test_a_restore_within_the_episode_drops_what_no_tick_has_latched_but_not_its_deadline():
     subject, counters = slot()
-    send(subject, 5)
-    subject.new_episode(1)
-    assert subject.pending().sequence == 5 and counters['subgoals_dropped_by_reset'] == 0
+    send(subject, 5, deadline_s=1.0)
+    assert subject.restored(1) == 5 and subject.restored(1) == 0
+    assert subject.pending() is None and subject.overdue(100 * S)
+    assert counters['subgoals_dropped_by_restore'] == 1
+    send(subject, 6)
+    assert subject.pending().sequence == 6
+    subject.commit(6)
+    assert subject.restored(1) == 0, 'what was latched is the capsule\'s business'
 
 
 def test_the_deadline_counts_from_acceptance_and_ends_with_a_newer_one():
