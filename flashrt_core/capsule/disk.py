@@ -19,6 +19,7 @@ import time
 from ..errors import BudgetFull
 from ..errors import CapsuleCorrupt
 from ..errors import CapsuleError
+from ..errors import CapsuleNotFound
 from ..errors import ConfigError
 from ..errors import TierUnavailable
 from . import files
@@ -192,14 +193,21 @@ class DiskTier:
         """Read a file's data into host memory, every digest checked.
 
         :raises CapsuleCorrupt: the file changed since it was listed, or its bytes did.
+        :raises CapsuleNotFound: another process deleted it; it is no longer listed.
         """
         name = files.file_name(*key)
         self._check_open()
-        with files.opened(name, self._fd) as (fd, size):
-            header = files.read_header(fd, size)
-            if header.digests != expected.digests or header.tensors != expected.tensors:
-                raise CapsuleCorrupt(f'capsule file {name!r} changed since it was listed')
-            files.read_data(fd, header, into)
+        try:
+            with files.opened(name, self._fd) as (fd, size):
+                header = files.read_header(fd, size)
+                if header.digests != expected.digests or header.tensors != expected.tensors:
+                    raise CapsuleCorrupt(f'capsule file {name!r} changed since it was listed')
+                files.read_data(fd, header, into)
+        except CapsuleNotFound:
+            with self._lock:
+                self._files.pop(key, None)
+            self._left(key, 'its file was deleted by someone else')
+            raise
         with self._lock:
             if key in self._files:
                 self._files.move_to_end(key)

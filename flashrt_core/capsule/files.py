@@ -27,6 +27,7 @@ import stat
 from ..errors import CapsuleCorrupt
 from ..errors import CapsuleError
 from ..errors import CapsuleExists
+from ..errors import CapsuleNotFound
 from . import format as container
 from .format import Header
 from .hashing import fold
@@ -68,6 +69,8 @@ def opened(name: str, directory: int) -> Iterator[tuple[int, int]]:
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         fd = os.open(name, flags, dir_fd=directory)
+    except FileNotFoundError:
+        raise CapsuleNotFound(f'capsule file {name!r} does not exist') from None
     except OSError as error:
         raise CapsuleCorrupt(
             f'capsule file {name!r} cannot be opened: {error.strerror}; links are refused'

@@ -21,6 +21,7 @@ from flashrt_core.capsule import files
 from flashrt_core.errors import CapsuleCorrupt
 from flashrt_core.errors import CapsuleError
 from flashrt_core.errors import CapsuleExists
+from flashrt_core.errors import CapsuleNotFound
 from flashrt_core.errors import ConfigError
 from flashrt_core.errors import TierUnavailable
 from flashrt_core.runtime import cpu_backend
@@ -168,6 +169,21 @@ def test_a_file_that_another_process_wrote_meanwhile_is_not_replaced(
     with pytest.raises(CapsuleExists):
         saved(session, store, 'a')
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [b'of another process']
+    store.close()
+
+
+def test_a_file_that_someone_else_deleted_is_no_longer_listed(tmp_path: Path) -> None:
+    session, store = Session(cpu_backend()), disk_store(tmp_path)
+    saved(session, store, 'a')
+    (tmp_path / 'a.capsule').unlink()
+    before = session.image()
+    for message in ('does not exist', 'deleted by someone else'):
+        with pytest.raises(CapsuleNotFound, match=message):
+            store.restore(session.boundary, 'a')
+    assert session.image() == before
+    assert store.list() == [] and store.usage()['disk'].used_bytes == 0
+    assert store.usage()['host'].used_bytes == 0
+    saved(session, store, 'a')
     store.close()
 
 

@@ -25,6 +25,8 @@ from flashrt_core.errors import SessionPoisoned
 from flashrt_core.errors import TierUnavailable
 from flashrt_core.runtime import cpu_backend
 from flashrt_core.runtime import Lane
+from flashrt_core.runtime import MemoryInfo
+from flashrt_core.runtime.cpu import CpuBackend
 
 
 @pytest.mark.parametrize('rows', [1, None, ['x'], [1.7], [[0]], 'ab', np.array([0.5])])
@@ -135,6 +137,19 @@ def test_budgets_are_whole_numbers(wrong: dict) -> None:
     sizes = {'gpu': MIB, 'host': MIB, 'page_bytes': PAGE, **wrong}
     with pytest.raises(ConfigError, match='whole number'):
         CapsuleStore(cpu_backend(), sizes['gpu'], sizes['host'], page_bytes=sizes['page_bytes'])
+
+
+@pytest.mark.parametrize('integrated', [False, True])
+def test_tiers_fold_where_the_device_shares_its_memory_with_the_host(integrated: bool) -> None:
+    class Device(CpuBackend):
+        name = 'cuda'
+
+        def memory(self) -> MemoryInfo:
+            return MemoryInfo(1 << 40, 1 << 40, integrated)
+
+    usage = small_store(Device(), gpu=2 * MIB, host=3 * MIB).usage()
+    found = (usage['gpu'].budget_bytes, usage['host'].budget_bytes)
+    assert found == ((5 * MIB, 0) if integrated else (2 * MIB, 3 * MIB))
 
 
 def test_a_wedged_lane_is_not_written_to() -> None:
