@@ -36,7 +36,8 @@ from flashrt_ros.safety import StepLimiter
 from flashrt_ros.statistics import Counters
 
 Vector = NDArray[np.float64]
-COUNTERS = ('steps', 'exhausted', 'faults')
+COUNTERS = ('steps', 'exhausted', 'stalled', 'faults')
+STALL_S = 0.2  # after so long a silence of the steps nobody knows where the robot is
 
 
 @dataclass
@@ -117,6 +118,7 @@ class Control:
         self._step_limit: tuple[int | None, str] = (None, '')
         self._exhausted_ns: int | None = None  # steady; since when no action is left to play
         self.ticks_played = 0
+        self._next_slot, self._stall_slots = 0, STALL_S * embodiment.control_rate_hz
         self._target = np.zeros(joints)
         self._command = np.zeros(joints)
 
@@ -126,6 +128,7 @@ class Control:
         """Play one step and return the command, None when there is none. Step thread."""
         ended, message = None, ''
         with self.publish_lock:
+            stalled = self._hold_after_stall(slot)
             played = self.player.next_action(self._target)
             if played is not Played.EXHAUSTED:
                 self._exhausted_ns = None
@@ -146,8 +149,18 @@ class Control:
                     ended = self.holds.hold(Cause.EXHAUSTED)
                     message = 'the chunk is used up and no new one came within exhausted_hold_s'
         self.emit(ended, message)
+        self.emit(stalled, f'no step was played for more than {STALL_S:g} s')
         self.on_step()
         return self._command.copy() if played is Played.ACTION else None
+
+    def _hold_after_stall(self, slot: int) -> Transition | None:
+        missed, self._next_slot = slot - self._next_slot, slot + 1
+        if missed <= self._stall_slots or self.player.held:
+            return None
+        self._counters.add('stalled')
+        # Nothing is commanded: the last command may lie far from where the robot is by now.
+        self.still = True
+        return self.holds.hold(Cause.STALLED)
 
     def _exhausted_for_too_long(self) -> bool:
         """Whether the robot may have been moved meanwhile; in lock-step the caller's business."""

@@ -22,7 +22,7 @@ from flashrt_ros.subgoals import SubgoalSlot
 
 # Holds that end by themselves, through resync, once the observations can be used.
 PASSING = (Cause.OBSERVATION, Cause.CLOCK, Cause.NON_FINITE, Cause.OUT_OF_LIMITS,
-           ActionJump.code, Cause.TICK_DEADLINE, Cause.EXHAUSTED, Cause.FAULT)
+           ActionJump.code, Cause.TICK_DEADLINE, Cause.STALLED, Cause.EXHAUSTED, Cause.FAULT)
 
 
 class Faults:

@@ -37,6 +37,7 @@ class Cause:
     OUT_OF_LIMITS = 'action_out_of_limits'
     POSE_GAP = 'pose_gap'
     EXHAUSTED = 'exhausted'
+    STALLED = 'stalled'  # the step thread stood still: a stopped process, a suspended machine
     CLOCK = 'clock_jump'
     TICK_DEADLINE = 'tick_deadline'
     SUBGOAL_DEADLINE = 'subgoal_deadline'
