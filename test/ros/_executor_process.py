@@ -1,5 +1,7 @@
-"""An executor process with the fake policy, whose device is lost after a second of running."""
+"""An executor process with the fake policy: its device is lost after a second of running, or
+with ``SLOW_CONFIGURE`` in the environment its configure never ends."""
 
+import os
 from pathlib import Path
 import sys
 import threading
@@ -23,5 +25,7 @@ def lose_after_some_ticks() -> None:
 
 
 if __name__ == '__main__':
+    if 'SLOW_CONFIGURE' in os.environ:
+        policy.switches.bind_gate = threading.Event()
     threading.Thread(target=lose_after_some_ticks, daemon=True).start()
     sys.exit(executor_node.main())

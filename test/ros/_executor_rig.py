@@ -111,7 +111,8 @@ class Rig:
     """The executor, the arm and a node that listens and calls."""
 
     def __init__(self, graph: Graph, folder: Path, policy: FakePolicy, *, namespace: str = '',
-                 arm: bool = True, activate: bool = True, **parameters: Any) -> None:
+                 arm: bool = True, activate: bool = True, wait: bool = True,
+                 **parameters: Any) -> None:
         path = folder / 'rig.yaml'
         path.write_text(EMBODIMENT)
         given = {'embodiment': str(path), 'policy': 'fake', 'output_mode': 'stream',
@@ -124,7 +125,10 @@ class Rig:
                 self.stop_request, context=graph.context, namespace=namespace,
                 parameter_overrides=[Parameter(k, value=v) for k, v in given.items()]))
             self.started = self.executor.autostart(activate=activate)
-            self.started.join(30)
+            if wait:
+                self.started.join(30)
+            else:
+                wait_until(lambda: policy.switches.binding, 'the policy to bind')
         prefix = f'/{namespace}/executor' if namespace else '/executor'
         self.prefix = prefix
         self.probe = graph.node('probe', namespace=namespace)

@@ -51,6 +51,8 @@ class Switches:
     error: Exception | None = None  # raised by the next ticks
     lost: bool = False  # the lane reports a lost device
     bind_error: Exception | None = None
+    bind_gate: threading.Event | None = None  # bind waits for it
+    binding: int = 0  # times bind has come to the gate
     gate: threading.Event | None = None  # a segment waits for it
     gated: str = 'think'
     waiting: int = 0  # times a segment has come to the gate
@@ -214,6 +216,9 @@ class FakePolicy:
 
     def bind(self, backend: Any, config: Any, progress: Any = None) -> FakeSession:
         for stage in ('load', 'bind', 'capture', 'warm up'):
+            if stage == 'bind' and self.switches.bind_gate is not None:
+                self.switches.binding += 1
+                self.switches.bind_gate.wait(60)
             if progress is not None:
                 progress(stage, 0.5)
         if self.switches.bind_error is not None:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import os
 from pathlib import Path
 import signal
+import sys
 import time
 from typing import Any
 
@@ -160,7 +161,6 @@ def test_a_bad_parameter_at_start_is_named_and_exits_with_2(group: ProcessGroup)
 
 def test_a_lost_device_exits_with_the_documented_status(
         group: ProcessGroup, watcher: Watcher, tmp_path: Path) -> None:
-    import sys
     script = Path(__file__).with_name('_executor_process.py')
     embodiment = tmp_path / 'rig.yaml'
     from _executor_rig import EMBODIMENT
@@ -175,6 +175,19 @@ def test_a_lost_device_exits_with_the_documented_status(
     assert process.wait(60) == 75, process.tail()
     arm.close()
     assert 'device_lost' in process.log() and 'respawned' in process.log()
+
+
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_configure_that_hangs_with_0(
+        group: ProcessGroup, watcher: Watcher, number: int) -> None:
+    script = Path(__file__).with_name('_executor_process.py')
+    process = group.start_command(
+        [sys.executable, str(script), '--ros-args', '-p', 'policy:=fake',
+         '-p', 'shutdown_timeout_s:=0.5'], name='executor', env={'SLOW_CONFIGURE': '1'})
+    status = watcher.listen(ExecutorStatus, '/executor/status', qos.status())
+    group.wait_for(lambda: status and status[-1].phase == 'loading', 40, 'configure to begin')
+    assert ended(process, number) == 0, process.tail()
+    assert 'Traceback' not in process.log()
 
 
 def test_resets_from_another_process_are_followed_by_chunks_of_their_epoch_only(

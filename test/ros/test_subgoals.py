@@ -104,7 +104,7 @@ def test_a_restore_within_the_episode_drops_what_no_tick_has_latched_but_not_its
     send(subject, 6)
     assert subject.pending().sequence == 6
     subject.commit(6)
-    assert subject.restored(1) == 0, 'what was latched is the capsule\'s business'
+    assert subject.restored(1) == 0, 'a latched one is in the capsule'
 
 
 def test_the_deadline_counts_from_acceptance_and_ends_with_a_newer_one():
