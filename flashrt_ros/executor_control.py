@@ -118,7 +118,7 @@ class Control:
         self._step_limit: tuple[int | None, str] = (None, '')
         self._exhausted_ns: int | None = None  # steady; since when no action is left to play
         self.ticks_played = 0
-        self._next_slot, self._stall_slots = 0, STALL_S * embodiment.control_rate_hz
+        self._stepped_ns = 0  # steady
         self._target = np.zeros(joints)
         self._command = np.zeros(joints)
 
@@ -128,7 +128,7 @@ class Control:
         """Play one step and return the command, None when there is none. Step thread."""
         ended, message = None, ''
         with self.publish_lock:
-            stalled = self._hold_after_stall(slot)
+            stalled = self._hold_after_stall()
             played = self.player.next_action(self._target)
             if played is not Played.EXHAUSTED:
                 self._exhausted_ns = None
@@ -153,9 +153,10 @@ class Control:
         self.on_step()
         return self._command.copy() if played is Played.ACTION else None
 
-    def _hold_after_stall(self, slot: int) -> Transition | None:
-        missed, self._next_slot = slot - self._next_slot, slot + 1
-        if missed <= self._stall_slots or self.player.held:
+    def _hold_after_stall(self) -> Transition | None:
+        last, self._stepped_ns = self._stepped_ns, time.monotonic_ns()
+        if (self._lock_step or self.player.held
+                or self._stepped_ns - last <= STALL_S * NANOSECONDS):
             return None
         self._counters.add('stalled')
         # Nothing is commanded: the last command may lie far from where the robot is by now.
