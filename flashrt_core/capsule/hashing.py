@@ -33,6 +33,10 @@ def workers() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(WORKERS, 'capsule-io')
 
 
+# A forked child inherits the pool without its threads and would wait for them for ever.
+os.register_at_fork(after_in_child=workers.cache_clear)
+
+
 def leaves(data: memoryview) -> bytes:
     """Digests of each 1 MiB leaf of `data`, one after the other."""
     return b''.join(

@@ -14,10 +14,12 @@ from _capsules import MIB
 from _capsules import Session
 from _capsules import small_store
 import pytest
+from safetensors import safe_open
 
 from flashrt_core.capsule import CapsuleStore
 from flashrt_core.capsule import disk
 from flashrt_core.capsule import files
+from flashrt_core.capsule.format import GAP
 from flashrt_core.errors import CapsuleCorrupt
 from flashrt_core.errors import CapsuleError
 from flashrt_core.errors import CapsuleExists
@@ -115,6 +117,17 @@ def test_limits_that_would_delete_everything_are_refused(tmp_path: Path, limits:
     with pytest.raises(ConfigError):
         disk_store(tmp_path, **limits)
     assert (tmp_path / 'a.capsule').exists()
+
+
+def test_what_lies_between_the_buffers_reaches_no_file(tmp_path: Path) -> None:
+    session, store = Session(cpu_backend()), disk_store(tmp_path)
+    session.buffers.arena.fill_(255)
+    session.fill(1)
+    saved(session, store, 'a')
+    with safe_open(tmp_path / 'a.capsule', 'pt') as file:
+        gaps = [name for name in file.keys() if name.startswith(GAP)]
+        assert gaps and all(not file.get_tensor(name).any() for name in gaps)
+    store.close()
 
 
 def test_a_directory_name_that_is_no_name_is_refused() -> None:

@@ -6,20 +6,25 @@ import random
 import threading
 from typing import Any
 
+from _capsules import IDENTITY
 from _capsules import MIB
 from _capsules import PAGE
 from _capsules import Session
 from _capsules import small_store
+from _capsules import state_pages
 import numpy as np
 import pytest
 import torch
 
 from flashrt_core.capsule import CapsuleStore
+from flashrt_core.capsule import Identity
 from flashrt_core.capsule import StoreEvent
 from flashrt_core.errors import BoundaryIncomplete
+from flashrt_core.errors import BudgetFull
 from flashrt_core.errors import CapsuleError
 from flashrt_core.errors import CapsuleIdInvalid
 from flashrt_core.errors import ConfigError
+from flashrt_core.errors import IdentityMismatch
 from flashrt_core.errors import LaneTimeout
 from flashrt_core.errors import SessionPoisoned
 from flashrt_core.errors import TierUnavailable
@@ -176,6 +181,47 @@ def test_a_move_that_another_copy_prevents_says_so() -> None:
             store.move('a', 'host')
     assert store.get('a').tier == 'gpu'
     assert store.move('a', 'host').tier == 'host'
+
+
+def test_a_second_restore_knows_other_numerics_as_well_as_the_first() -> None:
+    session, store = Session(cpu_backend()), small_store(cpu_backend())
+    layout = dict(IDENTITY.layout)
+    other = Session(cpu_backend(), identity=Identity(layout, {'torch': '1.x'}))
+    store.snapshot(other.boundary, 'a')
+    for _ in range(2):
+        assert not store.restore(session.boundary, 'a', numerics='any').bit_exact
+    with pytest.raises(IdentityMismatch, match='numerics'):
+        store.restore(session.boundary, 'a')
+
+
+def test_a_promoted_copy_holds_the_capsule_and_not_the_overrides() -> None:
+    session, store = Session(cpu_backend(), rows=2), small_store(cpu_backend())
+    session.fill(1)
+    store.snapshot(session.boundary, 'a', tier='host')
+    digest = store.digest('a')
+    store.restore(session.boundary, 'a', rows=(0, 1), overrides={'seed': [7, 8]})
+    assert store.get('a').tier == 'gpu' and store.digest('a') == digest
+
+
+def test_a_capsule_in_use_is_no_room_for_another() -> None:
+    session = Session(cpu_backend())
+    store = small_store(cpu_backend(), gpu=state_pages(session) * PAGE, host=0)
+    store.snapshot(session.boundary, 'a')
+    found: list[BaseException] = []
+
+    def another() -> None:
+        try:
+            store.snapshot(session.boundary, 'b')
+        except CapsuleError as error:
+            found.append(error)
+
+    with store._tiers.leased(store._ledger.find('', 'a')):
+        thread = threading.Thread(target=another, daemon=True)
+        thread.start()
+        thread.join(20)
+        assert found and isinstance(found[0], BudgetFull)
+    assert [info.id for info in store.list()] == ['a']
+    store.snapshot(session.boundary, 'b')
 
 
 def test_threads_of_one_store_never_mix_contents_or_leak_a_page(

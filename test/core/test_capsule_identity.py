@@ -3,6 +3,8 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -114,3 +116,22 @@ def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     weights = tmp_path / 'w'
     weights.write_bytes(b'abc')
     assert len(file_digest(weights, weights / 'impossible' / 'cache.json')) == 64
+
+
+FORKED = """
+import os, signal
+from flashrt_core.capsule import hashing
+data = memoryview(bytes(3 * hashing.GROUP_BYTES))
+known = hashing.digest(data)
+child = os.fork()
+if child == 0:
+    signal.alarm(60)
+    os._exit(0 if hashing.digest(data) == known else 1)
+assert os.waitpid(child, 0)[1] == 0, 'the child did not finish'
+"""
+
+
+def test_a_forked_child_hashes_with_threads_of_its_own() -> None:
+    done = subprocess.run([sys.executable, '-c', FORKED], cwd=Path(__file__).parents[2],
+                          capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
