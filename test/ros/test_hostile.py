@@ -21,10 +21,10 @@ def test_after_a_stall_of_the_step_thread_commands_start_from_the_measured_pose(
         arm.obey = False
         with control.publish_lock:  # as if the process stood still
             arm.position = arm.position + np.array([0.25, 0.0, 0.0, 0.0])
-            count = len(arm.commands)
             observed = r.executor.engine.observations.measured
             wait_until(lambda: np.allclose(observed(), arm.position), 'the displaced pose')
             wait_until(_after(0.3), 'a stall of 0.3 s')
+            count = len(arm.commands)
         r.until_event('hold', 'stalled')
         wait_until(lambda: len(arm.commands) > count, 'commands after the stall')
         first = arm.commands[count][1]
