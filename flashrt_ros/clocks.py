@@ -93,7 +93,7 @@ class RosReading:
     """One look at ROS time."""
 
     now_ns: int
-    ready: bool  # False while simulated time is zero: no stamp can be judged, nothing is published
+    ready: bool  # False while simulated time is zero or stands: no stamp can be judged
     jumped_back: bool  # True once for each jump back: clear what was observed and hold
 
 
@@ -105,12 +105,17 @@ class RosClock:
     one is not missed.
     """
 
-    def __init__(self, now_ns: Callable[[], int], *, jump_back_tolerance_s: float = 0.0) -> None:
+    def __init__(
+        self, now_ns: Callable[[], int], *, jump_back_tolerance_s: float = 0.0,
+        still_limit_s: float = 0.0, steady_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
         """Wrap a clock.
 
         :param now_ns: e.g. ``lambda: node.get_clock().now().nanoseconds``.
         :param jump_back_tolerance_s: steps back up to this size are not called a jump (a
             disciplined wall clock steps back by microseconds); 0 for simulated time.
+        :param still_limit_s: a clock that stands longer is not ready: while the simulator sleeps
+            or is gone nothing grows old, so no age would tell; 0: never look.
         :raises ConfigError: when the tolerance is negative.
         """
         if not jump_back_tolerance_s >= 0.0:
@@ -119,6 +124,9 @@ class RosClock:
             )
         self._now_ns = now_ns
         self._tolerance_ns = int(jump_back_tolerance_s * NANOSECONDS)
+        self._still_ns = int(still_limit_s * NANOSECONDS)
+        self._steady_ns = steady_ns
+        self._last_ns, self._moved_ns = -1, 0
         self._newest_ns = 0
         self._reported = False
         self.jumps_back = 0
@@ -141,4 +149,7 @@ class RosClock:
             self.jumps_back += 1
             self._newest_ns = now
         self._newest_ns = max(self._newest_ns, now)
-        return RosReading(now_ns=now, ready=now > 0, jumped_back=jumped)
+        if now != self._last_ns:
+            self._last_ns, self._moved_ns = now, self._steady_ns()
+        stands = self._still_ns > 0 and self._steady_ns() - self._moved_ns > self._still_ns
+        return RosReading(now_ns=now, ready=now > 0 and not stands, jumped_back=jumped)

@@ -128,7 +128,7 @@ class JointReader:
 
 
 def _listed(names: list[str], most: int = 12) -> str:
-    shown = ', '.join(repr(name) for name in names[:most])
+    shown = ', '.join(f'{name!r:.80}' for name in names[:most])
     return shown + (f' and {len(names) - most} more' if len(names) > most else '')
 
 

@@ -2,6 +2,7 @@
 
 from concurrent.futures import TimeoutError as FutureTimeout
 import time
+import traceback
 from typing import Any
 
 from flashrt_core.errors import ActionError
@@ -42,6 +43,7 @@ class Faults:
         self._control, self._session = control, session
         self._observations, self._ages, self._slot = observations, ages, slot
         self._counters, self._parameters = counters, parameters
+        self._played_at_fault = -1
 
     def review(self, reading: RosReading) -> None:
         """Hold for what has become true and let go what is over."""
@@ -75,8 +77,13 @@ class Faults:
         self._counters.add('faults')
         lost = isinstance(error, DeviceLost) or self._session.lane.fault is not None
         code = error.code if isinstance(error, FlashrtError) else type(error).__name__
-        self._control.outputs.event('fault', code, {'message': str(error)})
-        self._control.hold(Cause.FAULT, latch=lost, message=f'[{code}] {error}')
+        told = str(error) if isinstance(error, FlashrtError) else ''.join(
+            traceback.format_exception(error))
+        self._control.outputs.event('fault', code, {'message': told})
+        # A second one without a chunk played between them will not go away by itself.
+        again = self._control.ticks_played == self._played_at_fault
+        self._played_at_fault = self._control.ticks_played
+        self._control.hold(Cause.FAULT, latch=lost or again, message=f'[{code}] {error}')
         if not lost:
             return None
         return error if isinstance(error, FlashrtError) else DeviceLost(repr(error))

@@ -56,6 +56,7 @@ from flashrt_ros.msg import ExecutorStatus
 
 _PHASES = {Phase.RUN: 'ticking', Phase.HOLD: 'holding', Phase.RESYNC: 'resync',
            Phase.NEEDS_RESET: 'needs_reset'}
+STILL_CLOCK_S = 1.0  # simulated time that stands longer holds the robot
 # Shares of configure's progress by the stages that a policy reports while it binds.
 _STAGES = {'load': ('loading', 0.0, 0.5), 'bind': ('binding', 0.5, 0.1),
            'capture': ('capturing', 0.6, 0.25), 'warm up': ('warming up', 0.85, 0.1)}
@@ -99,7 +100,8 @@ class ExecutorNode(SafeLifecycleNode):
         self.parameters.on_change(self._parameter_changed)
         self.parameters.on_refusal(self.count_refusal)
         self._clock_reader = RosClock(
-            self.now_ns, jump_back_tolerance_s=0.0 if self._simulated else 0.01)
+            self.now_ns, jump_back_tolerance_s=0.0 if self._simulated else 0.01,
+            still_limit_s=STILL_CLOCK_S if self._simulated else 0.0)
         self._jump_handle = self.get_clock().create_jump_callback(
             JumpThreshold(min_forward=None, min_backward=Duration(nanoseconds=-1),
                           on_clock_change=True),

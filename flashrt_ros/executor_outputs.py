@@ -124,6 +124,10 @@ class ExecutorOutputs:
                         step=progress.step, kind=kind, name=name, detail=json.dumps(detail))
         message.header.stamp = self._now()
         self._events.publish(message)
+        if kind in ('hold', 'fault'):
+            self._node.get_logger().warning(
+                f'{kind} {name}: {detail.get("message", "on request")}',
+                throttle_duration_sec=1.0)
 
     def status(self) -> None:
         """Publish the status as it is now; the last one published is the newest."""

@@ -64,6 +64,15 @@ class ExecutorReport:
         section.add('lifecycle', node.state_label)
         section.add('phase', node.phase)
         section.add('ready_after_s', node.ready_after_s)
+        name = node.get_fully_qualified_name()
+        if node.count_publishers(f'{name}/status') > 1:
+            told = (f'another node is called {name} too and may command the same robot; end one '
+                    'of them or give it a namespace (one that was killed counts for 20 s)')
+            section.worsen(ERROR, told)
+            if self.faults.set('twin', ERROR, told):
+                node.get_logger().error(told)
+        else:
+            self.faults.clear('twin')
         if node.last_transition_error:
             section.worsen(ERROR, node.last_transition_error)
         if control is None:

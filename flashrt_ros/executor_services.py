@@ -24,6 +24,7 @@ from flashrt_ros.attendant import Reply
 from flashrt_ros.conversions import fill_stamp
 from flashrt_ros.conversions import stamp_to_ns
 from flashrt_ros.executor_episode import END
+from flashrt_ros.executor_verbs import C0
 from flashrt_ros.futures import run_in_pool
 from flashrt_ros.hold import Cause
 from flashrt_ros.lifecycle import ACTIVE
@@ -210,11 +211,14 @@ class ExecutorServices:
         return f'{len(infos)} capsules'
 
     def _pin(self, request: srv.Pin.Request, response: srv.Pin.Response) -> str:
+        if not request.pinned:
+            _refuse_c0(request.id)
         info = self._node.store.pin(check_id(request.id), request.pinned, self._session)
         response.info = info_message(info)
         return f'{info.id} is {"pinned" if info.pinned else "not pinned"}'
 
     def _drop(self, request: srv.Drop.Request, response: srv.Drop.Response) -> str:
+        _refuse_c0(request.id)
         self._node.store.drop(check_id(request.id), self._session)
         return f'{request.id} is gone'
 
@@ -268,6 +272,12 @@ class ExecutorServices:
     @property
     def _session(self) -> str:
         return str(self._node.engine.session.boundary.session)
+
+
+def _refuse_c0(capsule: str) -> None:
+    if capsule == C0:
+        raise ParameterInvalid(f'capsule {C0!r} stays and stays pinned: it is what ~/reset '
+                               'restores; it goes with the cleanup transition')
 
 
 def info_message(info: CapsuleInfo) -> CapsuleInfoMessage:

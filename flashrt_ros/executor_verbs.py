@@ -239,6 +239,8 @@ class Verbs:
                 'row_keys of the policy config')
         if seeds and len(seeds) != n:
             raise ParameterInvalid(f'seeds has {len(seeds)} values for n {n}; give n or none')
+        if any(seed < 0 for seed in seeds):
+            raise ParameterInvalid(f'seeds is {list(seeds)}; give 0 to 2**63 - 1 each')
         if not COMMIT_SELECTED <= commit < n:
             raise ParameterInvalid(
                 f'commit_branch is {commit}; give 0 to {n - 1}, -1 to evaluate only or -2 to '

@@ -95,8 +95,9 @@ def check_override(name: str, value: object) -> None:
 def incompatible_text(topic: str, policy_kind: int, side: str) -> str:
     """Return the sentence a diagnostic carries; ``side`` is publisher or subscription."""
     policy = qos_policy_name_from_kind(policy_kind).lower()
-    return (f'{topic}: this {side} and its peer disagree on {policy}, so no data flows; '
-            f'set parameter qos_overrides.{topic}.{side}.{policy} or change the peer')
+    remedy = (f'set parameter qos_overrides.{topic}.{side}.{policy} or change the peer'
+              if policy in _POLICIES else 'change the peer')
+    return f'{topic}: this {side} and its peer disagree on {policy}, so no data flows; {remedy}'
 
 
 def subscription_events(topic: str, report: Report) -> SubscriptionEventCallbacks:
