@@ -21,6 +21,7 @@ from flashrt_ros.clocks import NANOSECONDS
 from flashrt_ros.embodiment import Embodiment
 
 Vector = NDArray[np.float64]
+_LARGEST = 1e30  # of a position; leaves room for the embodiment's scale within float32
 
 _CDR_HEADER = 4  # bytes: representation and options
 _STAMP = struct.Struct('<iI')
@@ -72,8 +73,8 @@ class JointReader:
         :raises BadSize: when an array's length differs from that of ``name``.
         :raises BadJoints: when a joint is missing, repeated or, unless the embodiment ignores
             those, unknown.
-        :raises ObservationNonFinite: when the position of a joint of the embodiment is NaN or
-            infinite.
+        :raises ObservationNonFinite: when the position of a joint of the embodiment is NaN,
+            infinite, or would be in the policy's float32.
         """
         names = message.name
         self._check_lengths(message, len(names))
@@ -81,8 +82,9 @@ class JointReader:
             self._order = self._find(names)
             self._names = list(names)
         positions = np.asarray(message.position, dtype=np.float64)[self._order]
-        if not np.isfinite(positions).all():
-            joint = int(np.argmin(np.isfinite(positions)))
+        usable = np.abs(positions) < _LARGEST
+        if not usable.all():
+            joint = int(np.argmin(usable))
             raise ObservationNonFinite(
                 f'{self._stream} has position {positions[joint]} for {self._robot.names[joint]}; '
                 'check its encoder and driver'

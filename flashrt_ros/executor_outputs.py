@@ -127,7 +127,7 @@ class ExecutorOutputs:
         if kind in ('hold', 'fault'):
             self._node.get_logger().warning(
                 f'{kind} {name}: {detail.get("message", "on request")}',
-                throttle_duration_sec=1.0)
+                throttle_duration_sec=0.0 if detail.get('latched') else 1.0)
 
     def status(self) -> None:
         """Publish the status as it is now; the last one published is the newest."""

@@ -216,8 +216,8 @@ def first_error(verdicts: tuple[StreamVerdict, ...]) -> ObservationError | None:
 
 def _not_ready(stream: str) -> str:
     return (
-        f'{stream} cannot be judged while simulated time is zero or stands; start the publisher of '
-        '/clock or set use_sim_time to false'
+        f'{stream} cannot be judged while simulated time is zero or stands; start the publisher '
+        'of /clock or set use_sim_time to false'
     )
 
 
