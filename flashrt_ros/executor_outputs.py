@@ -124,10 +124,11 @@ class ExecutorOutputs:
                         step=progress.step, kind=kind, name=name, detail=json.dumps(detail))
         message.header.stamp = self._now()
         self._events.publish(message)
-        if kind in ('hold', 'fault'):
-            self._node.get_logger().warning(
-                f'{kind} {name}: {detail.get("message", "on request")}',
-                throttle_duration_sec=0.0 if detail.get('latched') else 1.0)
+        told = f'{kind} {name}: {detail.get("message", "on request")}'
+        if kind == 'fault' or detail.get('latched'):
+            self._node.get_logger().error(told)
+        elif kind == 'hold':
+            self._node.get_logger().warning(told, throttle_duration_sec=1.0)
 
     def status(self) -> None:
         """Publish the status as it is now; the last one published is the newest."""
