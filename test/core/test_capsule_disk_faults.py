@@ -20,6 +20,7 @@ from flashrt_core.capsule import CapsuleStore
 from flashrt_core.capsule import disk
 from flashrt_core.capsule import files
 from flashrt_core.capsule.format import GAP
+from flashrt_core.errors import BudgetFull
 from flashrt_core.errors import CapsuleCorrupt
 from flashrt_core.errors import CapsuleError
 from flashrt_core.errors import CapsuleExists
@@ -117,6 +118,33 @@ def test_limits_that_would_delete_everything_are_refused(tmp_path: Path, limits:
     with pytest.raises(ConfigError):
         disk_store(tmp_path, **limits)
     assert (tmp_path / 'a.capsule').exists()
+
+
+def test_a_file_system_without_room_is_refused_before_anything_is_dropped(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session, store = Session(cpu_backend()), disk_store(tmp_path)
+    saved(session, store, 'a')
+    store.pin('a')
+    full = SimpleNamespace(f_bavail=1, f_frsize=4096)
+    monkeypatch.setattr(disk.os, 'fstatvfs', lambda fd: full)
+    with pytest.raises(BudgetFull, match='4096 free'):
+        store.snapshot(session.boundary, 'b', tier='disk')
+    assert [info.id for info in store.list()] == ['a']
+    assert store.usage()['host'].used_bytes == 0
+    store.close()
+
+
+def test_a_file_that_was_read_lately_is_not_the_first_to_go(tmp_path: Path) -> None:
+    session, store = Session(cpu_backend()), disk_store(tmp_path)
+    for name in ('a', 'b'):
+        saved(session, store, name)
+    used = store.usage()['disk'].used_bytes
+    store.close()
+    store = disk_store(tmp_path, disk_bytes=used)
+    store.restore(session.boundary, 'a')
+    saved(session, store, 'c')
+    assert {path.name for path in tmp_path.iterdir()} == {'a.capsule', 'c.capsule'}
+    store.close()
 
 
 def test_what_lies_between_the_buffers_reaches_no_file(tmp_path: Path) -> None:
