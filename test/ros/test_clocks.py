@@ -7,6 +7,7 @@ import pytest
 
 from flashrt_core.errors import ConfigError
 from flashrt_ros.clocks import MonotonicClock
+from flashrt_ros.clocks import NANOSECONDS
 from flashrt_ros.clocks import RosClock
 
 MS = 1_000_000
@@ -103,3 +104,19 @@ def test_the_fallback_sleeps_until_the_deadline_too():
     deadline = clock.now_ns() + 2 * MS
     clock.sleep_until_ns(deadline)
     assert clock.now_ns() >= deadline
+
+
+def test_a_clock_that_stands_longer_than_allowed_is_not_ready_until_it_moves() -> None:
+    ros, steady = [5 * NANOSECONDS], [0]
+    clock = RosClock(lambda: ros[0], still_limit_s=1.0, steady_ns=lambda: steady[0])
+    assert clock.read().ready
+    steady[0] = NANOSECONDS
+    assert clock.read().ready
+    steady[0] += 1
+    assert not clock.read().ready
+    ros[0] += 1
+    assert clock.read().ready
+    unlimited = RosClock(lambda: ros[0], steady_ns=lambda: steady[0])
+    unlimited.read()
+    steady[0] *= 100
+    assert unlimited.read().ready

@@ -114,3 +114,11 @@ def test_a_wrong_override_is_refused_with_its_name_value_and_what_can_be_given(
 def test_a_right_override_passes() -> None:
     qos.check_override('qos_overrides./arm1/joint_states.subscription.depth', 5)
     qos.check_override('qos_overrides./images/top.publisher.reliability', 'best_effort')
+
+
+def test_the_remedy_of_a_mismatch_names_only_what_can_be_overridden() -> None:
+    from rclpy.qos import QoSPolicyKind
+    durable = qos.incompatible_text('/a', QoSPolicyKind.DURABILITY, 'publisher')
+    reliable = qos.incompatible_text('/a', QoSPolicyKind.RELIABILITY, 'publisher')
+    assert 'change the peer' in durable and 'qos_overrides' not in durable
+    assert 'qos_overrides./a.publisher.reliability' in reliable
