@@ -183,7 +183,8 @@ class ExecutorServices:
         name = check_id(request.id) if request.id else ''
         info = self._node.verbs.snapshot(name, request.label, request.tier, request.pin)
         response.info = info_message(info)
-        return f'{info.id} holds tick {info.position}, {info.size_bytes} bytes on {info.tier}'
+        where = f'{info.tier} and in its file' if request.tier == 'disk' else info.tier
+        return f'{info.id} holds tick {info.position}, {info.size_bytes} bytes on {where}'
 
     def _fork(self, request: srv.Fork.Request, response: srv.Fork.Response) -> str:
         capsule = check_id(request.capsule_id) if request.capsule_id else ''

@@ -22,8 +22,10 @@ from flashrt_core.capsule import CapsuleInfo
 from flashrt_core.capsule import CapsuleStore
 from flashrt_core.capsule import RestoreReport
 from flashrt_core.errors import DeviceLost
+from flashrt_core.errors import FlashrtError
 from flashrt_core.errors import LaneBusy
 from flashrt_core.errors import ParameterInvalid
+from flashrt_core.errors import TierUnavailable
 from flashrt_core.policies.protocol import Chunk
 from flashrt_ros.executor_engine import Engine
 from flashrt_ros.executor_tick import Pending
@@ -106,6 +108,7 @@ class Verbs:
     def snapshot(self, capsule_id: str, label: str, tier: str, pin: bool) -> CapsuleInfo:
         """Freeze the boundary after the running tick.
 
+        :raises TierUnavailable: its file could not be written; it is kept in host memory.
         :raises FlashrtError: no capsule was made.
         """
         name = capsule_id or self._new_name()
@@ -114,13 +117,10 @@ class Verbs:
                 self._session.lane.at_boundary,
                 lambda: self._store.snapshot(self._session.boundary, name, label=label,
                                              tier=tier or 'gpu', pin=pin), 'snapshot')
-        if info.tier == 'disk':
-            self._store.saved(info.id, self._session.boundary.session).result(
-                self._parameters['verb_timeout_s'])
         self._control.outputs.event('snapshot', info.id, {
             'label': info.label, 'tier': info.tier, 'position': info.position,
             'size_bytes': info.size_bytes, 'pinned': info.pinned})
-        return info
+        return self._saved(info) if tier == 'disk' else info
 
     def fork(self, capsule_id: str, n: int, seeds: Sequence[int], commit: int) -> Branches:
         """Evaluate ``n`` branches on the current observation; optionally go on with one.
@@ -219,6 +219,16 @@ class Verbs:
         if found.committed < 0:
             self._back_to(here)
         return found
+
+    def _saved(self, info: CapsuleInfo) -> CapsuleInfo:
+        limit = self._parameters['verb_timeout_s']
+        try:
+            return self._store.saved(info.id, self._session.boundary.session).result(limit)
+        except (FlashrtError, OSError, FutureTimeout) as error:
+            reason = f'no end within {limit:g} s' if isinstance(error, FutureTimeout) else error
+            raise TierUnavailable(
+                f'capsule {info.id!r} has no file ({reason}); it is kept in {info.tier} memory '
+                'only: make room and ~/move it to disk, or ~/drop it') from error
 
     def _mark_here(self) -> Any:
         ring = self._session.boundary.ring
