@@ -4,12 +4,14 @@ from collections.abc import Callable
 from pathlib import Path
 import time
 from typing import Any
+from unittest import mock
 
 from _executor_rig import rig
 from _ros_fixtures import wait_until
 import numpy as np
 import pytest
 
+from flashrt_core.capsule import files
 from flashrt_ros import qos
 from flashrt_ros.diagnostics import ERROR
 from flashrt_ros.msg import ExecutorStatus
@@ -118,3 +120,19 @@ def test_refusals_of_long_texts_stay_short(tmp_path: Path) -> None:
         values = r.executor.report.sections()['observations'].values
         assert 'bad_joints' in values['stream joint_states']
         assert max(len(value) for value in values.values()) < 1000
+
+
+def test_a_snapshot_whose_file_cannot_be_written_is_refused_and_says_where_the_capsule_is(
+        tmp_path: Path) -> None:
+    folder = tmp_path / 'capsules'
+    folder.mkdir()
+    with rig(tmp_path, allow_disk_capsules=True, capsule_directory=str(folder),
+             capsule_disk_bytes=1 << 26) as r:
+        assert r.call('snapshot', id='good', tier='disk').success
+        assert list(folder.glob('*good*')), 'the file is there when the reply is'
+        with mock.patch.object(files, 'save', side_effect=OSError(28, 'No space left')):
+            reply = r.call('snapshot', id='bad', tier='disk')
+        assert (reply.success, reply.code) == (False, 'tier_unavailable')
+        assert "'bad'" in reply.message and 'No space left' in reply.message
+        assert 'host memory' in reply.message and '~/drop' in reply.message
+        assert r.call('restore', id='bad').success and r.refusals('tier_unavailable') == 1
