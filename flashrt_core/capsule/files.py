@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 import contextlib
 from dataclasses import replace
+import errno
 import fcntl
 import hashlib
 import itertools
@@ -72,8 +73,9 @@ def opened(name: str, directory: int) -> Iterator[tuple[int, int]]:
     except FileNotFoundError:
         raise CapsuleNotFound(f'capsule file {name!r} does not exist') from None
     except OSError as error:
+        remedy = 'links are refused' if error.errno == errno.ELOOP else 'check its permissions'
         raise CapsuleCorrupt(
-            f'capsule file {name!r} cannot be opened: {error.strerror}; links are refused'
+            f'capsule file {name!r} cannot be opened: {error.strerror}; {remedy}'
         ) from None
     try:
         found = os.fstat(fd)
