@@ -74,7 +74,7 @@ class Outputs(Protocol):
         """Publish a change or an incident."""
 
     def status(self) -> None:
-        """Publish the status if it changed."""
+        """Have the status published soon."""
 
     def device_lost(self, error: FlashrtError) -> None:
         """Ask for the end of the process."""
@@ -322,7 +322,8 @@ class Control:
                 self.holds.clear(Cause.RESTORE, now)
         self.emit(poison)
         self.outputs.status()
-        self.wake()
+        if not restored:
+            self.wake()  # a resync wants a new observation, which wakes by itself
 
     def emit(self, transition: Transition | None, message: str = '') -> None:
         """Publish a transition of the hold machine as an event, and the status."""

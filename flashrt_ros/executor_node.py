@@ -106,7 +106,7 @@ class ExecutorNode(SafeLifecycleNode):
             JumpThreshold(min_forward=None, min_backward=Duration(nanoseconds=-1),
                           on_clock_change=True),
             post_callback=lambda jump: self._clock_reader.jumped())
-        self.outputs.status()
+        self.outputs.publish_status()
 
     # -- lifecycle, on the transition thread ----------------------------------------------------
 
@@ -185,13 +185,14 @@ class ExecutorNode(SafeLifecycleNode):
 
     def on_state_change(self) -> None:
         """Publish the status of the new state."""
-        self.outputs.status()
+        self.outputs.publish_status()
 
     def stop(self, timeout_s: float) -> bool:
         """End in order; False when a transition did not end in time."""
         self._ending = True
         ended = self.finish(timeout_s + self.parameters['shutdown_timeout_s'])
         self.services_made.close()
+        self.outputs.close()
         return ended
 
     # -- what services and reports ask ----------------------------------------------------------
@@ -300,7 +301,7 @@ class ExecutorNode(SafeLifecycleNode):
         progress = begin + share * min(max(fraction, 0.0), 1.0)
         if words != self._stage or progress - self._stage_progress >= 0.01:
             self._stage, self._stage_progress = words, progress
-            self.outputs.status()
+            self.outputs.publish_status()
 
     def _snapshot_c0(self) -> None:
         assert self.store is not None and self._session is not None

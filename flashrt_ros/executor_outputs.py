@@ -1,6 +1,7 @@
 """The executor's publishers: what a tick took in and gave out, commands, events, status.
 
-Called from the step, tick and verb threads; publishing never waits.
+Called from the step, tick and verb threads; publishing never waits. Commands are serialised by
+templates (conversions.py), statuses are published by a thread of their own.
 """
 
 from collections.abc import Callable
@@ -12,6 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from rclpy.duration import Duration
+from rclpy.exceptions import InvalidHandle
+from rclpy.impl.implementation_singleton import rclpy_implementation
 from rclpy.node import Node
 from rclpy.publisher import Publisher
 from trajectory_msgs.msg import JointTrajectory
@@ -33,6 +36,9 @@ from flashrt_ros.msg import ExecutorStatus
 from flashrt_ros.msg import Heartbeat
 from flashrt_ros.msg import ObservationStamp
 from flashrt_ros.msg import TickInput
+
+RCLError = rclpy_implementation.RCLError
+STATUS_DELAY_S = 0.003
 
 
 class ExecutorOutputs:
@@ -64,6 +70,8 @@ class ExecutorOutputs:
         self._heartbeats = self._publisher(
             Heartbeat, '~/heartbeat', qos.heartbeat(heartbeat_deadline_s))
         self._status_lock = threading.Lock()
+        self._status_due, self._closed = threading.Event(), threading.Event()
+        threading.Thread(target=self._publish_statuses, name='status', daemon=True).start()
         self._encoder: TrajectoryEncoder | None = None
         self._embodiment: Embodiment | None = None
         self.progress = Progress()
@@ -131,6 +139,10 @@ class ExecutorOutputs:
             self._node.get_logger().warning(told, throttle_duration_sec=1.0)
 
     def status(self) -> None:
+        """Have the status published soon, by a thread of its own; waits for nothing."""
+        self._status_due.set()
+
+    def publish_status(self) -> None:
         """Publish the status as it is now; the last one published is the newest."""
         with self._status_lock:
             message = ExecutorStatus()
@@ -138,9 +150,26 @@ class ExecutorOutputs:
             message.header.stamp = self._now()
             self._status.publish(message)
 
+    def close(self) -> None:
+        """End the thread that publishes statuses; ``publish_status`` works on."""
+        self._closed.set()
+        self._status_due.set()
+
     def wait_for_acknowledgement(self, timeout_s: float) -> bool:
         """Wait until every matched reliable subscriber has the last command."""
         return bool(self.commands.wait_for_all_acked(Duration(seconds=timeout_s)))
+
+    def _publish_statuses(self) -> None:
+        # Commands and replies go first: a status is a few ms late, and changes may share one.
+        while True:
+            self._status_due.wait()
+            if self._closed.wait(STATUS_DELAY_S):
+                return
+            self._status_due.clear()
+            try:
+                self.publish_status()
+            except (InvalidHandle, RCLError):
+                return  # the node or its context is gone
 
     def _tick_input(self, chunk: Chunk, prepared: Prepared) -> TickInput:
         given = prepared.tick_input
