@@ -88,9 +88,10 @@ class ParameterSpec:
             hint = f' (write {value}.0)' if (
                 self.type is Parameter.Type.DOUBLE
                 and parameter.type_ == Parameter.Type.INTEGER) else ''
+            article = 'an' if self.type is Parameter.Type.INTEGER else 'a'
             raise ParameterInvalid(
-                f'parameter {self.name} is {value!r} of type {parameter.type_.name}; '
-                f'give a {self.type.name}{hint}')
+                f'parameter {self.name} is {value!r:.200} of type {parameter.type_.name}; '
+                f'give {article} {self.type.name}{hint}')
         if isinstance(value, float) and not math.isfinite(value):
             raise ParameterInvalid(f'parameter {self.name} is {value}; give a finite number')
         if self.choices and value not in self.choices:

@@ -63,11 +63,12 @@ def wheel_environment(environ: Mapping[str, str] | None = None) -> dict[str, str
 def require_ros() -> None:
     """Import rclpy, starting this process anew with the wheels' library path when it needs one.
 
-    :raises RosMissing: when ROS 2 is not installed for this interpreter.
+    :raises RosMissing: when ROS 2 is not installed for this interpreter, or our messages are not.
     """
     try:
         import rclpy  # noqa: F401
 
+        _require_interfaces()
         return
     except ImportError as err:
         cause = str(err).splitlines()[0]
@@ -80,6 +81,14 @@ def require_ros() -> None:
         f'rclpy cannot be imported by {sys.executable} ({cause}); on a laptop run `make demo` '
         'once, on a robot `source /opt/ros/jazzy/setup.bash` before the venv is activated'
     )
+
+
+def _require_interfaces() -> None:
+    if importlib.util.find_spec('flashrt_ros.msg') is None:
+        raise RosMissing(
+            'the messages of flashrt_ros are not built for this interpreter '
+            f'({sys.executable}); run `make build` here, or colcon build and source its '
+            'install/setup.bash')
 
 
 def check_domain() -> None:

@@ -65,7 +65,12 @@ def play(argv: Sequence[str], terminal: Terminal) -> int:
     if args.episodes < 1:
         raise ConfigError(f'--episodes is {args.episodes}; give at least 1')
     out: Path = args.out
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / 'log').mkdir(exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f'--out is {str(out)!r}, where no folder can be made ({error}); give '
+                          'one in which you may write') from error
     report = out / 'report.html'
     run = Run(
         started=datetime.datetime.now().astimezone().isoformat(sep=' ', timespec='seconds'),

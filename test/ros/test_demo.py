@@ -11,6 +11,8 @@ import pytest
 
 from flashrt_ros.demo.terminal import Terminal
 from flashrt_ros.processes import ProcessGroup
+from flashrt_ros.ros_environment import require_ros
+from flashrt_ros.ros_environment import RosMissing
 from flashrt_ros.ros_environment import SOURCE_ROOT
 
 pytest.importorskip('rclpy')
@@ -144,3 +146,16 @@ def test_a_domain_where_others_talk_is_refused_with_their_names(tmp_path):
     assert done.returncode == 2
     assert '/elsewhere/tabletop' in done.stdout
     assert 'leave out --domain-id' in done.stdout
+
+
+@pytest.mark.parametrize('out', ['/proc/no', __file__])
+def test_a_folder_that_cannot_be_made_is_refused_with_its_name(out):
+    done = _demo('--out', out, '--episodes', '1')
+    assert done.returncode == 2 and 'Traceback' not in done.stderr + done.stdout
+    assert f'--out is {out!r}' in done.stderr + done.stdout
+
+
+def test_messages_that_are_not_built_are_told(monkeypatch):
+    monkeypatch.setattr('importlib.util.find_spec', lambda name: None)
+    with pytest.raises(RosMissing, match='make build'):
+        require_ros()

@@ -85,7 +85,7 @@ def test_a_wrong_quality_of_service_override_is_refused_at_start(graph: Graph) -
     ('gain_ratio', 1, 'of type INTEGER; give a DOUBLE (write 1.0)'),
     ('gain_ratio', float('nan'), 'give a finite number'),
     ('count_steps', 0, 'count_steps is 0; give a value in 1 .. 9'),
-    ('count_steps', 'two', "is 'two' of type STRING; give a INTEGER"),
+    ('count_steps', 'two', "is 'two' of type STRING; give an INTEGER"),
     ('mode', 'loud', "mode is 'loud'; give one of soft, hard"),
     ('device', 'cuda', 'device is read-only'),
     ('open', 1, 'of type INTEGER; give a BOOL'),
@@ -118,7 +118,7 @@ def test_the_service_goes_through_the_same_check(graph: Graph) -> None:
 
 
 @pytest.mark.parametrize('given, words', [
-    ({'gain_ratio': 2.0}, 'gain_ratio is 2'), ({'count_steps': 1.0}, 'give a INTEGER'),
+    ({'gain_ratio': 2.0}, 'gain_ratio is 2'), ({'count_steps': 1.0}, 'give an INTEGER'),
     ({'mode': 'loud'}, 'soft, hard')])
 def test_a_bad_value_at_the_start_is_a_config_error(
         graph: Graph, given: dict[str, Any], words: str) -> None:
