@@ -128,7 +128,7 @@ class Control:
         """Play one step and return the command, None when there is none. Step thread."""
         ended, message = None, ''
         with self.publish_lock:
-            stalled = self._hold_after_stall()
+            stalled = self._hold_after_stall(slot)
             played = self.player.next_action(self._target)
             if played is not Played.EXHAUSTED:
                 self._exhausted_ns = None
@@ -153,9 +153,9 @@ class Control:
         self.on_step()
         return self._command.copy() if played is Played.ACTION else None
 
-    def _hold_after_stall(self) -> Transition | None:
+    def _hold_after_stall(self, slot: int) -> Transition | None:
         last, self._stepped_ns = self._stepped_ns, time.monotonic_ns()
-        if (self._lock_step or self.player.held
+        if (slot == 0 or self._lock_step or self.player.held  # slot 0: the thread has just begun
                 or self._stepped_ns - last <= STALL_S * NANOSECONDS):
             return None
         self._counters.add('stalled')
