@@ -85,6 +85,14 @@ def test_addresses_do_not_change_by_writing(backend):
     buffers.check_addresses()
 
 
+def test_a_reshaped_tensor_at_the_same_address_is_noticed(backend):
+    buffers = make(backend)
+    tensor = buffers['weights'].tensor
+    tensor.set_(tensor.untyped_storage(), 0, (tensor.numel(),), (1,))
+    with pytest.raises(AddressChanged, match='weights'):
+        buffers.check_addresses()
+
+
 @pytest.mark.parametrize('exchange', ['storage', 'resize'])
 def test_an_exchanged_storage_is_noticed_and_named(backend, exchange):
     buffers = make(backend)

@@ -151,6 +151,16 @@ def test_a_second_segment_can_depend_on_the_first_but_not_on_itself(graph):
     assert [s.label for s in plan.segments] == ['double', 'double[1]']
 
 
+def test_a_segment_added_to_a_checked_plan_is_checked_too(graph, lane):
+    graph.capture((2,), lane)
+    plan = Plan('p')
+    plan.add(graph, (2,))
+    plan.check()
+    plan.add(graph, (7,))
+    with pytest.raises(MissingKey, match=r'\(7,\)'):
+        lane.run(plan)
+
+
 def test_an_empty_plan_is_refused(lane):
     with pytest.raises(PlanInvalid, match='empty'):
         lane.run(Plan('empty'))
