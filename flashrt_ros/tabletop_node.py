@@ -196,7 +196,7 @@ class TabletopNode(Node):
                 self._resolve_wait()
         except FlashrtError as error:
             self._counts[f'refused_{error.code}'] += 1
-            self.get_logger().warning(f'command refused [{error.code}]: {error}',
+            self.get_logger().warning(f'command refused [{error.code}]: {_short(error)}',
                                       throttle_duration_sec=1.0)
 
     # -- steps --------------------------------------------------------------------------------
@@ -362,7 +362,7 @@ class TabletopNode(Node):
 
     def _refuse(self, response: Any, error: FlashrtError, started: float) -> Any:
         self._counts[f'service_refused_{error.code}'] += 1
-        return _reply(response, False, error.code, str(error), started)
+        return _reply(response, False, error.code, _short(error), started)
 
     def _fail(self, response: Any, error: Exception, started: float) -> Any:
         self._counts['service_failed'] += 1
@@ -398,6 +398,12 @@ class TabletopNode(Node):
         section.add('realtime', report.realtime_reason or 'SCHED_FIFO')
         if report.errors:
             section.worsen(ERROR, f'{report.errors} steps failed; see the log')
+
+
+def _short(error: FlashrtError) -> str:
+    # A message repeats what was sent, which may be megabytes; its end says what to do.
+    text = str(error)
+    return text if len(text) <= 600 else f'{text[:300]} ... {text[-300:]}'
 
 
 def _fill_jpeg(message: CompressedImage, image: np.ndarray, quality: int) -> None:
