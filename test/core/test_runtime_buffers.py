@@ -87,9 +87,9 @@ def test_addresses_do_not_change_by_writing(backend):
 
 def test_a_reshaped_tensor_at_the_same_address_is_noticed(backend):
     buffers = make(backend)
-    tensor = buffers['weights'].tensor
+    tensor = buffers['kv'].tensor
     tensor.set_(tensor.untyped_storage(), 0, (tensor.numel(),), (1,))
-    with pytest.raises(AddressChanged, match='weights'):
+    with pytest.raises(AddressChanged, match='kv'):
         buffers.check_addresses()
 
 
