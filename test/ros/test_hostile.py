@@ -7,6 +7,7 @@ from typing import Any
 from unittest import mock
 
 from _executor_rig import rig
+from _ros_fixtures import ros_graph
 from _ros_fixtures import wait_until
 import numpy as np
 import pytest
@@ -15,6 +16,8 @@ from flashrt_core.capsule import files
 from flashrt_ros import qos
 from flashrt_ros.diagnostics import ERROR
 from flashrt_ros.msg import ExecutorStatus
+from flashrt_ros.srv import SetTask
+from flashrt_ros.tabletop_node import TabletopNode
 
 pytestmark = pytest.mark.ros
 FULL_STEP = 4.0 / 50.0  # max_velocity over control_rate_hz of the rig
@@ -136,3 +139,13 @@ def test_a_snapshot_whose_file_cannot_be_written_is_refused_and_says_where_the_c
         assert "'bad'" in reply.message and 'No space left' in reply.message
         assert 'host memory' in reply.message and '~/drop' in reply.message
         assert r.call('restore', id='bad').success and r.refusals('tier_unavailable') == 1
+
+
+def test_refusals_of_the_robot_stay_short() -> None:
+    with ros_graph() as graph:
+        robot = graph.spin(TabletopNode(context=graph.context))
+        call = graph.client(graph.node('probe'), SetTask, '/tabletop/set_task')
+        reply = call(task='x' * 100_000)
+        assert reply.code == 'parameter_invalid' and len(reply.message) < 700
+        assert reply.message.endswith('then go home"')
+        robot.stop(5.0)
