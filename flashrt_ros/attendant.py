@@ -37,7 +37,11 @@ class _Apart(CallbackGroup):
 
 
 class Attendant:
-    """Add entities, then ``start``; ``close`` before they are destroyed."""
+    """Make entities in ``group``, add them, ``start``; ``close`` before they are destroyed.
+
+    A subscription's events are attended to as well: with Fast DDS they share one condition with
+    its messages, so an executor that waited for the events only would spin while one lies there.
+    """
 
     def __init__(self, node: Node, name: str) -> None:
         """Start with nothing to attend to.
@@ -45,7 +49,7 @@ class Attendant:
         :param name: of the thread.
         """
         self._node = node
-        self._group = _Apart()
+        self.group: CallbackGroup = _Apart()  # the executor waits for nothing that is in it
         self._subscriptions: list[tuple[Subscription, Callable[[Any], None]]] = []
         self._services: list[tuple[Service, Callable[[Any, Reply], None]]] = []
         self._closing = False
@@ -53,17 +57,15 @@ class Attendant:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def listen(self, subscription: Subscription, callback: Callable[[Any], None]) -> None:
-        """Take over a subscription; its events stay with the node's executor."""
-        subscription.callback_group = self._group
+        """Take over a subscription made in ``group``."""
         self._subscriptions.append((subscription, callback))
 
     def serve(self, service: Service, callback: Callable[[Any, Reply], None]) -> None:
-        """Take over a service.
+        """Take over a service made in ``group``.
 
         :param callback: called with a request and a function that sends its response, once, on
             any thread and at any later time.
         """
-        service.callback_group = self._group
         self._services.append((service, callback))
 
     def start(self) -> None:
@@ -95,17 +97,22 @@ class Attendant:
         context = self._node.context.handle
         subscriptions = [subscription.handle for subscription, _ in self._subscriptions]
         services = [service.handle for service, _ in self._services]
+        events = [event for subscription, _ in self._subscriptions
+                  for event in subscription.event_handlers]
         with ExitStack() as held:
             # Held, so that none of them is destroyed under the wait.
-            for handle in (context, self._guard.handle, *subscriptions, *services):
+            for handle in (context, self._guard.handle, *subscriptions, *services, *events):
                 held.enter_context(handle)
-            wait_set = _rclpy.WaitSet(len(subscriptions), 1, 0, 0, len(services), 0, context)
+            wait_set = _rclpy.WaitSet(
+                len(subscriptions), 1, 0, 0, len(services), len(events), context)
             wait_set.clear_entities()
             wait_set.add_guard_condition(self._guard.handle)
             for handle in subscriptions:
                 wait_set.add_subscription(handle)
             for handle in services:
                 wait_set.add_service(handle)
+            for event in events:
+                event.add_to_wait_set(wait_set)
             wait_set.wait(_LOOK_NS)
             if self._closing:
                 return
@@ -123,6 +130,12 @@ class Attendant:
                         service.srv_type.Request)
                     if header is not None:
                         self._call(handler, request, _Replier(service, header))
+
+            for event in events:
+                if event.is_ready(wait_set):
+                    happened = event.take_data()
+                    if happened is not None:
+                        self._call(event.callback, happened)
 
     def _call(self, callback: Callable[..., None], *arguments: Any) -> None:
         try:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from rclpy.callback_groups import CallbackGroup
 from rclpy.callback_groups import MutuallyExclusiveCallbackGroup
 from rclpy.qos import QoSProfile
 from rclpy.subscription import Subscription
@@ -48,7 +49,7 @@ class ExecutorInputs:
                 f'images/{topic}/compressed' if compressed else f'images/{topic}',
                 lambda message, view=view: self._on_image(view, message, compressed))
         self._attendant.start()
-        self._listen(Subgoal, 'subgoal', self._on_subgoal, qos.command())
+        self._listen(Subgoal, 'subgoal', self._on_subgoal, qos.command(), self._group)
 
     def close(self) -> None:
         """Unsubscribe; callable twice."""
@@ -62,13 +63,14 @@ class ExecutorInputs:
     def _attend(self, message_type: Any, topic: str, callback: Callable[[Any], None]) -> None:
         assert self._attendant is not None
         self._attendant.listen(
-            self._listen(message_type, topic, callback, qos.sensor()), callback)
+            self._listen(message_type, topic, callback, qos.sensor(), self._attendant.group),
+            callback)
 
     def _listen(self, message_type: Any, topic: str, callback: Callable[[Any], None],
-                profile: QoSProfile) -> Subscription:
+                profile: QoSProfile, group: CallbackGroup) -> Subscription:
         resolved = self._node.resolve_topic_name(topic)
         self._made.append(self._node.create_subscription(
-            message_type, topic, callback, profile, callback_group=self._group,
+            message_type, topic, callback, profile, callback_group=group,
             event_callbacks=qos.subscription_events(resolved, self._node.report.qos_mismatch),
             qos_overriding_options=qos.overridable()))
         return self._made[-1]

@@ -125,7 +125,8 @@ class ExecutorServices:
             else:
                 answer(request, reply, begun)
 
-        service = self._node.create_service(srv_type, f'~/{name}', lambda *_: None)
+        service = self._node.create_service(
+            srv_type, f'~/{name}', lambda *_: None, callback_group=self._attendant.group)
         self._attendant.serve(service, take)
 
     def _failed(self, name: str, response: Any, error: Exception) -> Any:
