@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import contextlib
 from contextlib import AbstractContextManager
 import ctypes
+import gc
 import math
 import mmap
 import threading
@@ -145,12 +146,15 @@ class CudaBackend:
 
         :raises ContractError: all of torch's streams of that priority are held.
         """
-        for _ in range(TORCH_STREAMS):
-            lent = torch.cuda.Stream(device=self.device, priority=priority)
-            if lent.cuda_stream not in _held_streams:
-                _held_streams.add(lent.cuda_stream)
-                return PrivateStream(stream_id=lent.stream_id, device_index=lent.device_index,
-                                     device_type=lent.device_type)
+        for sweep in (False, True):
+            if sweep:
+                gc.collect()  # closed lanes lie in cycles and hold their streams until then
+            for _ in range(TORCH_STREAMS):
+                lent = torch.cuda.Stream(device=self.device, priority=priority)
+                if lent.cuda_stream not in _held_streams:
+                    _held_streams.add(lent.cuda_stream)
+                    return PrivateStream(stream_id=lent.stream_id, device_index=lent.device_index,
+                                         device_type=lent.device_type)
         raise ContractError(
             f'all {TORCH_STREAMS} streams of priority {priority} on {self.device} are held; '
             'close sessions that are no longer used')

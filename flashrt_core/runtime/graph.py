@@ -115,6 +115,7 @@ class Graph:
             variant = lane.backend.capture(
                 lambda: self._body(tensors, key), lane.capture_stream, lane.pool)
         except CaptureFailed as error:
+            lane.pool = lane.backend.pool()  # torch leaves the pool of a failed capture open
             raise CaptureFailed(f'graph {self.name!r}, key {key!r}: {error}') from error
         self._variants[key] = variant
         self._lane = lane
