@@ -1,7 +1,6 @@
 """The capsule: execution state at a committed boundary, frozen, restored, forked, rolled back."""
 
 from .boundary import Boundary
-from .hashing import file_digest
 from .hashing import weights_digest
 from .identity import config_fields
 from .identity import Identity
@@ -29,7 +28,6 @@ __all__ = [
     'TierUsage',
     'check_id',
     'config_fields',
-    'file_digest',
     'numerics_of',
     'weights_digest',
 ]

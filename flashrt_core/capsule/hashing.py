@@ -10,20 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-import contextlib
 import functools
 import hashlib
 import json
 import os
-from pathlib import Path
-import tempfile
 
 import torch
 
 LEAF_BYTES = 1 << 20
 GROUP_BYTES = 16 << 20
 DIGEST_BYTES = 32
-CACHE_ENTRIES = 4096
 WORKERS = min(16, max(2, os.cpu_count() or 2))
 
 
@@ -102,65 +98,3 @@ def _in_order(pieces: Iterable[torch.Tensor]) -> Iterable[bytes]:
 
 def _piece(piece: torch.Tensor) -> bytes:
     return fold(leaves(piece.numpy().data))[0]
-
-
-def file_digest(path: str | Path, cache: str | Path | None = None) -> str:
-    """Digest of a file's bytes as hex, remembered by (path, size, mtime) in the user's cache.
-
-    :param cache: the cache file; default ``$XDG_CACHE_HOME/flashrt/weights.json``. A cache that
-        cannot be read or written only costs the time to hash again.
-    """
-    path = Path(path).resolve()
-    cache = Path(cache) if cache is not None else cache_directory() / 'weights.json'
-    stat = path.stat()
-    key = f'{path}|{stat.st_size}|{stat.st_mtime_ns}|{stat.st_ino}'
-    known = _load_cache(cache)
-    if key in known:
-        return known[key]
-    found = _hash_file(path, stat.st_size)
-    known = {k: v for k, v in known.items() if not k.startswith(f'{path}|')}
-    kept = list(known.items())[-CACHE_ENTRIES + 1 :]
-    _save_cache(cache, {**dict(kept), key: found})
-    return found
-
-
-def _hash_file(path: Path, size: int) -> str:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        starts = range(0, size, GROUP_BYTES)
-        groups = workers().map(lambda at: fold(_read_leaves(fd, at, size))[0], starts)
-        return _root(size, groups).hex()
-    finally:
-        os.close(fd)
-
-
-def _read_leaves(fd: int, start: int, size: int) -> bytes:
-    found = []
-    for at in range(start, min(start + GROUP_BYTES, size), LEAF_BYTES):
-        found.append(hashlib.sha256(os.pread(fd, LEAF_BYTES, at)).digest())
-    return b''.join(found)
-
-
-def cache_directory() -> Path:
-    """Where digests of weight files are kept: ``$XDG_CACHE_HOME/flashrt`` or ``~/.cache``."""
-    base = os.environ.get('XDG_CACHE_HOME')
-    return (Path(base) if base else Path.home() / '.cache') / 'flashrt'
-
-
-def _load_cache(cache: Path) -> dict[str, str]:
-    try:
-        known = json.loads(cache.read_text()) if cache.stat().st_size < 16 << 20 else {}
-    except (OSError, ValueError, RecursionError):
-        return {}
-    if not isinstance(known, dict):
-        return {}
-    return {k: v for k, v in known.items() if isinstance(v, str) and len(v) == 64}
-
-
-def _save_cache(cache: Path, known: Mapping[str, str]) -> None:
-    with contextlib.suppress(OSError):
-        cache.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        fd, temporary = tempfile.mkstemp(dir=cache.parent, prefix='.weights-')
-        with os.fdopen(fd, 'w') as file:
-            json.dump(known, file)
-        os.replace(temporary, cache)

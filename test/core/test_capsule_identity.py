@@ -1,7 +1,6 @@
 """Identities: digests, differences, numerics of the machine, digests of weights."""
 from __future__ import annotations
 
-import os
 from pathlib import Path
 import subprocess
 import sys
@@ -10,7 +9,6 @@ import pytest
 import torch
 
 from flashrt_core.capsule import config_fields
-from flashrt_core.capsule import file_digest
 from flashrt_core.capsule import Identity
 from flashrt_core.capsule import numerics_of
 from flashrt_core.capsule import weights_digest
@@ -86,36 +84,6 @@ def test_weights_larger_than_a_piece_are_hashed_whole() -> None:
     known = weights_digest({'w': large})
     large[-1] = 1
     assert weights_digest({'w': large}) != known
-
-
-def test_file_digests_are_cached_until_the_file_changes(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    weights, cache = tmp_path / 'w.safetensors', tmp_path / 'cache' / 'weights.json'
-    weights.write_bytes(os.urandom(3 << 20))
-    first = file_digest(weights, cache)
-    with monkeypatch.context() as patch:
-        patch.setattr('flashrt_core.capsule.hashing._hash_file', None)
-        assert file_digest(weights, cache) == first
-    data = bytearray(weights.read_bytes())
-    data[100] ^= 1
-    weights.write_bytes(data)
-    os.utime(weights, ns=(1, 1))
-    assert file_digest(weights, cache) != first
-
-
-@pytest.mark.parametrize('content', ['', '[', '[1]', '{"x": 1}', '\x00' * 100])
-def test_a_damaged_cache_only_costs_time(tmp_path: Path, content: str) -> None:
-    weights, cache = tmp_path / 'w', tmp_path / 'weights.json'
-    weights.write_bytes(b'abc')
-    expected = file_digest(weights, tmp_path / 'other.json')
-    cache.write_text(content)
-    assert file_digest(weights, cache) == expected
-
-
-def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
-    weights = tmp_path / 'w'
-    weights.write_bytes(b'abc')
-    assert len(file_digest(weights, weights / 'impossible' / 'cache.json')) == 64
 
 
 FORKED = """
