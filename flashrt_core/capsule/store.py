@@ -84,7 +84,8 @@ class CapsuleStore:
         self.events = self._ledger.events
         self.counters = self._ledger.counters
         if allow_disk and (directory is None or not disk_bytes):
-            raise ConfigError('allow_disk needs a capsule directory and disk_bytes above 0')
+            raise ConfigError('capsules on disk need a directory and a budget above 0: set '
+                              'capsule_directory and capsule_disk_bytes')
         if directory is not None:
             self._open_disk(directory, disk_bytes, max_age_s, allow_disk)
 
