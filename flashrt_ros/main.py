@@ -7,6 +7,7 @@ device is lost (EX_TEMPFAIL: a supervisor starts the node anew, which captures a
 from collections.abc import Callable
 from collections.abc import Sequence
 import os
+from pathlib import Path
 import signal
 import socket
 import sys
@@ -21,6 +22,7 @@ from rclpy.executors import SingleThreadedExecutor
 from rclpy.impl.implementation_singleton import rclpy_implementation
 from rclpy.node import Node
 from rclpy.signals import SignalHandlerOptions
+from rclpy.utilities import remove_ros_args
 
 from flashrt_core.errors import ConfigError
 from flashrt_core.errors import FlashrtError
@@ -32,6 +34,10 @@ EXIT_OK = 0
 EXIT_CONFIG = 2
 EXIT_DEVICE_LOST = 75
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+USAGE = """usage: {name} [--ros-args [-p NAME:=VALUE] [--params-file FILE] [-r __ns:=/ROBOT] ...]
+
+Every parameter, its range and unit: doc/parameters.md (executor), config/tabletop.yaml (robot).
+SIGINT or SIGTERM ends the node after an acknowledged hold."""
 _REFUSED_BY_ROS = (
     rclpy_implementation.RCLError, rclpy_implementation.UnknownROSArgsError,
     rclpy_implementation.RCLInvalidROSArgsError, NameValidationException, ParameterException)
@@ -115,6 +121,13 @@ def run_node(
     stop = StopRequest()
     listen_for_signals(stop)
     try:
+        own = remove_ros_args(arguments)[1:]
+        if {'-h', '--help'} & set(own):
+            print(USAGE.format(name=Path(arguments[0]).name))
+            return 0
+        if own:
+            raise ConfigError(f'argument {own[0]!r} is unknown; what a node takes follows '
+                              '--ros-args, see --help')
         check_domain()
         use_large_message_profile()
         rclpy.init(args=arguments,

@@ -36,6 +36,15 @@ def test_wrong_starts_end_with_2_and_a_sentence_that_names_what_was_wrong(tmp_pa
             assert len(fatal) == 1 and all(word in fatal[0] for word in words), f'{name}: {log}'
 
 
+def test_help_is_printed_and_an_argument_outside_ros_args_is_refused(tmp_path: Path) -> None:
+    with ProcessGroup(log_dir=tmp_path / 'log', env={'OMP_NUM_THREADS': '1'}) as group:
+        for argument, status, words in (('--help', 0, 'usage: '), ('seed:=3', 2, "'seed:=3'")):
+            process = group.start('tabletop', name=f'end_{status}', args=[argument])
+            process.expected_end = True
+            assert process.wait(60) == status, process.tail()
+            assert words in process.log() and 'Traceback' not in process.log()
+
+
 def test_a_parameter_file_for_another_node_is_told(tmp_path: Path) -> None:
     other = tmp_path / 'other.yaml'
     other.write_text('/**/tabeltop:\n  ros__parameters:\n    seed: 3\n')
