@@ -134,7 +134,10 @@ def document() -> str:
             '\n## Exit status\n\n'
             '0 after SIGINT or SIGTERM, 2 for a parameter that is refused at start, 75 when the '
             'device is lost: start it anew\n(`respawn=True` in a launch file), it captures and '
-            'loads C0 again; a second signal ends it at once with 128 + its number.\n')
+            'loads C0 again; a second signal ends it at once with 128 + its number.\n'
+            'A policy, embodiment or device that configure refuses ends nothing: the reason is '
+            'logged and the node stays unconfigured.\nConfigure it again, or start it anew with '
+            'other parameters.\n')
 
 
 if __name__ == '__main__':
