@@ -2,8 +2,9 @@
 
 Three faults of rclpy 7.1 are covered: an invalid transition request raises out of the service
 and ends the node (here it answers false), an exception in a transition callback is swallowed
-(here it is logged with its traceback and the teardown runs), and a transition blocks the executor
-for as long as it takes (here it runs on a thread: a node that loads a model still answers).
+(here it is logged, with its traceback unless it is a named refusal, and the teardown runs), and a
+transition blocks the executor for as long as it takes (here it runs on a thread: a node that loads
+a model still answers).
 """
 
 import threading
@@ -136,9 +137,12 @@ class SafeLifecycleNode(LifecycleNode):
         try:
             function()
         except Exception as error:
-            code = error.code if isinstance(error, FlashrtError) else type(error).__name__
+            # A named refusal says what to correct; where it was raised would only hide that.
+            code, more = type(error).__name__, traceback.format_exc()
+            if isinstance(error, FlashrtError):
+                code, more = error.code, 'unconfigured now: configure again, or start anew'
             self.last_transition_error = f'{what} failed [{code}]: {error}'
-            self.get_logger().error(f'{self.last_transition_error}\n{traceback.format_exc()}')
+            self.get_logger().error(f'{self.last_transition_error}\n{more}')
             return TransitionCallbackReturn.ERROR
         if what != 'error processing':
             self.last_transition_error = ''

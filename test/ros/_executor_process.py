@@ -1,5 +1,6 @@
 """An executor process with the fake policy: its device is lost after a second of running, or
-with ``SLOW_CONFIGURE`` in the environment its configure never ends."""
+its configure never ends (``SLOW_CONFIGURE`` in the environment) or breaks (``BROKEN_CONFIGURE``).
+"""
 
 import os
 from pathlib import Path
@@ -24,7 +25,14 @@ def lose_after_some_ticks() -> None:
     policy.switches.lost = True
 
 
+def break_down(*arguments: object, **options: object) -> None:
+    """Fail as nobody foresaw."""
+    raise RuntimeError('the bind broke')
+
+
 if __name__ == '__main__':
+    if 'BROKEN_CONFIGURE' in os.environ:
+        policy.bind = break_down
     if 'SLOW_CONFIGURE' in os.environ:
         policy.switches.bind_gate = threading.Event()
     threading.Thread(target=lose_after_some_ticks, daemon=True).start()

@@ -143,12 +143,24 @@ def test_an_invalid_transition_answers_false_and_the_node_lives_in_a_namespace_w
 
 def test_an_exception_in_configure_shows_its_traceback_and_the_node_lives(
         group: ProcessGroup, watcher: Watcher) -> None:
-    process = group.start('executor', params={**ROBOT, 'policy_config': 'no-such-config'})
-    group.wait_for(lambda: 'Traceback' in process.log(), 40, 'the traceback')
-    assert 'no-such-config' in process.log() and 'config_invalid' in process.log()
+    script = Path(__file__).with_name('_executor_process.py')
+    process = group.start_command(
+        [sys.executable, str(script), '--ros-args', '-p', 'policy:=fake'], name='executor',
+        env={'BROKEN_CONFIGURE': '1'})
+    group.wait_for(lambda: 'the bind broke' in process.log(), 40, 'the error')
+    group.wait_for(lambda: 'Traceback' in process.log(), 10, 'its traceback')
     reply = watcher.call(Reset, '/executor/reset')
     assert (reply.success, reply.code) == (False, 'wrong_state')
     assert ended(process, signal.SIGINT) == 0
+
+
+def test_a_wrong_policy_config_is_told_in_a_sentence_and_the_node_lives(
+        group: ProcessGroup, watcher: Watcher) -> None:
+    process = group.start('executor', params={**ROBOT, 'policy_config': 'no-such-config'})
+    group.wait_for(lambda: 'configure again' in process.log(), 40, 'the refusal')
+    assert 'no-such-config' in process.log() and 'config_invalid' in process.log()
+    assert 'Traceback' not in process.log()
+    assert watcher.call(Reset, '/executor/reset').code == 'wrong_state'
 
 
 def test_a_bad_parameter_at_start_is_named_and_exits_with_2(group: ProcessGroup) -> None:
