@@ -258,10 +258,6 @@ class TickWatch:
         """The tick was dropped at a segment's end: no beat, no miss."""
         self._started_ns = None
 
-    def overdue(self, now_ns: int) -> bool:
-        """Whether the running tick is past its deadline."""
-        return self._started_ns is not None and now_ns - self._started_ns > self._deadline_ns
-
     def probe_due(self, now_ns: int) -> bool:
         """Whether nothing runs and the last beat is a heartbeat period ago."""
         if self._started_ns is not None:

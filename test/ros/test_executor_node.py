@@ -123,6 +123,8 @@ def test_fork_commits_the_selected_branch_and_plays_its_chunk(tmp_path: Path) ->
         reply = r.call('fork', n=2, seeds=[5, 9], commit_branch=1)
         assert reply.success and 'branch 1 goes on' in reply.message
         wait_until(lambda: abs(r.arm.commands[-1][1][0] - level(9)) < 1e-4, 'seed 9 to be played')
+        reply = r.call('fork', n=2, seeds=[5, 9], commit_branch=-2)
+        assert reply.success and f'branch {reply.selected} goes on' in reply.message
         assert r.call('fork', n=3, commit_branch=-1).code == 'parameter_invalid'
         assert r.call('fork', n=2, seeds=[1], commit_branch=-1).code == 'parameter_invalid'
         assert r.call('fork', n=2, commit_branch=7).code == 'parameter_invalid'
