@@ -100,7 +100,7 @@ def test_disk_is_off_unless_allowed(backend: Backend, tmp_path: Path) -> None:
         store.close()
     assert list(tmp_path.iterdir()) == []
     for options in (dict(allow_disk=True), dict(allow_disk=True, directory=tmp_path)):
-        with pytest.raises(ConfigError, match='allow_disk'):
+        with pytest.raises(ConfigError, match='capsule_directory and capsule_disk_bytes'):
             small_store(backend, **options)
     with pytest.raises(TierUnavailable, match='host_bytes'):
         disk_store(backend, tmp_path, host=0).snapshot(session.boundary, 'C0', tier='disk')
