@@ -18,6 +18,7 @@ import numpy as np
 from ..errors import CapsuleCorrupt
 from ..errors import CapsuleExists
 from ..errors import CapsuleNotFound
+from ..errors import ConfigError
 from ..errors import FlashrtError
 from . import files
 from .format import GAP
@@ -84,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
                      'written, not that it is good; a session compares its identity at restore')
     verify.add_argument('files', metavar='FILE', type=Path, nargs='+')
     export = command('export', _export, 'copy a capsule out of a directory, checked', 'DIRECTORY')
-    export.add_argument('id', metavar='ID')
+    export.add_argument('id', metavar='ID', help='as ls prints it, with SESSION@ if it has one')
     export.add_argument('target', metavar='FILE', type=Path)
     export.add_argument('--session', default='', help='the session whose capsule it is')
     bring = command('import', _import, 'check a file and put it into a directory', 'FILE',
@@ -96,11 +97,21 @@ def _parser() -> argparse.ArgumentParser:
 
 @contextmanager
 def _open(path: Path) -> Iterator[tuple[int, Header]]:
-    """Descriptor and checked header of a file."""
+    """Descriptor and checked header of a file.
+
+    :raises ConfigError: a directory. :raises CapsuleCorrupt: damaged, or no capsule at all.
+    """
+    if path.is_dir():
+        raise ConfigError(f'{path} is a directory: name a file in it, or list it with `ls {path}`')
     directory = files.open_directory(path.parent)
     try:
         with files.opened(path.name, directory) as (fd, size):
-            yield fd, files.read_header(fd, size)
+            try:
+                header = files.read_header(fd, size)
+            except CapsuleCorrupt as error:
+                text = f'{path} is no capsule file, or a damaged one: {error}'
+                raise CapsuleCorrupt(text) from None
+            yield fd, header
     finally:
         os.close(directory)
 
@@ -124,6 +135,9 @@ def _summary(header: Header) -> dict[str, Any]:
 
 def _ls(options: argparse.Namespace) -> Answer:
     found, bad, lines = [], [], []
+    if options.directory.is_file():
+        raise ConfigError(
+            f'{options.directory} is a file: look at it with `show {options.directory}`')
     names = sorted(path for path in options.directory.iterdir() if path.suffix == files.SUFFIX)
     for path in names:
         try:
@@ -240,8 +254,10 @@ def _verify(options: argparse.Namespace) -> Answer:
 
 
 def _export(options: argparse.Namespace) -> Answer:
-    session = check_id(options.session, 'session name') if options.session else ''
-    source = options.directory / files.file_name(session, check_id(options.id))
+    session, _, id = options.id.rpartition('@')  # as `ls` prints it
+    session = options.session or session
+    session = check_id(session, 'session name') if session else ''
+    source = options.directory / files.file_name(session, check_id(id))
     if not source.exists():
         held = sorted(path.stem for path in options.directory.glob(f'*{files.SUFFIX}'))[:16]
         raise CapsuleNotFound(

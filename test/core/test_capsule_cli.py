@@ -180,3 +180,23 @@ def test_a_screen_that_cannot_show_a_label_gets_it_escaped(folder: Path) -> None
         [sys.executable, '-m', 'flashrt_core.capsule', 'ls', str(folder)], capture_output=True,
         env={'PATH': '', 'PYTHONIOENCODING': 'ascii'}, cwd=Path(__file__).parents[2], check=False)
     assert done.returncode == 0 and b'gr\\xfcn' in done.stdout
+
+
+def test_a_directory_a_file_that_is_no_capsule_and_a_wrong_verb_are_told_apart(
+        folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    text = tmp_path / 'notes.txt'
+    text.write_text('not a capsule at all')
+    code, _, err = run(capsys, 'show', folder)
+    assert code == 2 and f'{folder} is a directory' in err and f'ls {folder}' in err
+    code, _, err = run(capsys, 'show', text)
+    assert code == 2 and f'{text} is no capsule file' in err
+    code, _, err = run(capsys, 'ls', text)
+    assert code == 2 and f'show {text}' in err
+
+
+def test_export_takes_the_name_that_ls_prints(
+        folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert run(capsys, 'export', folder, 'planner@other', tmp_path / 'one.capsule')[0] == 0
+    assert run(capsys, 'verify', tmp_path / 'one.capsule')[0] == 0
+    code, _, err = run(capsys, 'export', folder, 'robot@other', tmp_path / 'two.capsule')
+    assert code == 2 and 'planner@other' in err
