@@ -24,6 +24,7 @@ from flashrt_ros.yaml_section import Section
 
 FORMAT = 1
 UNITS = ('rad', 'm', 'ratio')
+ACTIONS = ('absolute', 'relative', 'displacement')
 _TOP = {
     'format',
     'name',
@@ -46,6 +47,7 @@ _JOINT = {
     'max_step',
     'pose_gap',
     'action',
+    'action_scale',
 }
 _JOINT_NAME = re.compile(r'[A-Za-z0-9_./-]{1,128}')
 _VIEW_NAME = re.compile(r'[A-Za-z][A-Za-z0-9_]{0,63}')
@@ -68,6 +70,7 @@ class JointSpec:
     max_step: float  # unit per control period, never above max_velocity / control_rate_hz
     pose_gap: float  # largest distance from the measured pose at which a motion may begin
     relative: bool  # the policy's action is added to the state its tick observed
+    step_scale: float = 0.0  # policy units that an action of 1 moves in a step; 0: no displacement
 
 
 class Embodiment:
@@ -99,7 +102,9 @@ class Embodiment:
         self._offset = _frozen(joint.offset for joint in joints)
         self._factor = _frozen(joint.sign * joint.scale for joint in joints)
         self._relative = _frozen(float(joint.relative) for joint in joints)
-        self.any_relative = any(joint.relative for joint in joints)
+        self._step_scale = _frozen(joint.step_scale for joint in joints)
+        self._displaced = np.flatnonzero(self._step_scale)
+        self.needs_observed = any(joint.relative or joint.step_scale for joint in joints)
 
     @property
     def step_period_s(self) -> float:
@@ -139,12 +144,12 @@ class Embodiment:
     def to_robot(self, values: NDArray[Any], observed: Vector | None = None) -> Vector:
         """Turn policy actions into absolute robot positions; the inverse of :meth:`to_policy`.
 
-        :param values: [..., >= n], policy units; columns beyond the joints are the model's
-            padding.
-        :param observed: robot positions [n] of the state the actions are relative to; needed when
-            a joint is relative.
-        :return: float64 [..., n], not limited.
-        :raises ActionError: when a relative joint has no observed state, or columns are missing.
+        :param values: [..., steps, >= n], policy units; columns beyond the joints are the model's
+            padding. Displacements add up along the steps, the first one leading from `observed`.
+        :param observed: robot positions [n] of the state the actions start from; needed when a
+            joint's actions are relative or displacements.
+        :return: float64 of the same shape with n columns, not limited.
+        :raises ActionError: when such a joint has no observed state, or columns are missing.
         """
         count = len(self.joints)
         actions = np.asarray(values, dtype=np.float64)
@@ -154,12 +159,17 @@ class Embodiment:
                 'policy with as many actions'
             )
         actions = actions[..., :count]
-        if self.any_relative:
+        if self.needs_observed:
             if observed is None:
                 raise ActionError(
-                    f'{self.name} has relative actions, which need the observed joint positions; '
-                    'give observed'
+                    f'{self.name} has relative actions or displacements, which need the observed '
+                    'joint positions; give observed'
                 )
+            if len(self._displaced):
+                at = self._displaced
+                actions = actions.copy()
+                steps = actions[..., at] * self._step_scale[at]
+                actions[..., at] = np.cumsum(steps, axis=-2) if actions.ndim > 1 else steps
             actions = actions + self._relative * self.to_policy(observed)
         return actions / self._factor + self._offset
 
@@ -213,9 +223,9 @@ def parse_embodiment(text: str, *, source: str = 'embodiment') -> Embodiment:
     if top.integer('format') != FORMAT:
         top.refuse('format', f'this version reads format {FORMAT}')
     rate = top.number('control_rate_hz', low=0.1, high=2000.0)
-    relative = top.choice('actions', ('absolute', 'relative'), default='absolute') == 'relative'
+    actions = top.choice('actions', ACTIONS, default='absolute')
     gap = top.number('pose_gap', low=0.0, default=None)
-    joints = tuple(_joint(section, rate, relative, gap) for section in top.sections('joints'))
+    joints = tuple(_joint(section, rate, actions, gap) for section in top.sections('joints'))
     seen: set[str] = set()
     for at, joint in enumerate(joints):
         if joint.name in seen:
@@ -236,7 +246,7 @@ def parse_embodiment(text: str, *, source: str = 'embodiment') -> Embodiment:
 
 
 def _joint(
-    section: Section, rate: float, relative: bool, default_gap: float | None
+    section: Section, rate: float, actions: str, default_gap: float | None
 ) -> JointSpec:
     section.allow(_JOINT)
     name = section.text('name')
@@ -254,9 +264,12 @@ def _joint(
     gap = section.number('pose_gap', above=0.0, default=default_gap)
     if gap is None:
         section.refuse('pose_gap', 'give one per joint, or one for all at the top', missing=True)
-    action = section.choice(
-        'action', ('absolute', 'relative'), default='relative' if relative else 'absolute'
-    )
+    action = section.choice('action', ACTIONS, default=actions)
+    step_scale = 0.0
+    if action == 'displacement':
+        step_scale = section.number('action_scale', above=0.0, default=1.0)
+    elif 'action_scale' in section.values:
+        section.refuse('action_scale', f'it is of displacements, this joint has {action} actions')
     return JointSpec(
         name=name,
         unit=section.choice('unit', UNITS),
@@ -268,7 +281,8 @@ def _joint(
         max_velocity=velocity,
         max_step=min(step, velocity / rate),
         pose_gap=gap,
-        relative=action == 'relative',
+        relative=action != 'absolute',
+        step_scale=step_scale,
     )
 
 

@@ -59,7 +59,7 @@ def test_a_good_file_is_read_in_the_order_of_its_joints():
     assert robot.step_period_s == 0.02
     assert robot.max_step.tolist() == pytest.approx([0.04, 0.01, 0.008])
     assert robot.pose_gap.tolist() == [0.3, 0.1, 0.3]
-    assert not robot.ignore_unknown_joints and not robot.any_relative
+    assert not robot.ignore_unknown_joints and not robot.needs_observed
 
 
 def test_max_step_never_exceeds_what_the_velocity_allows():
@@ -147,7 +147,7 @@ MISTAKES = [
     (('control_rate_hz',), '50', "control_rate_hz is '50'; give a finite number"),
     (('control_rate_hz',), float('nan'), 'control_rate_hz is nan'),
     (('control_rate_hz',), True, 'control_rate_hz is True'),
-    (('actions',), 'delta', "actions is 'delta'; give one of absolute, relative"),
+    (('actions',), 'delta', "actions is 'delta'; give one of absolute, relative, displacement"),
     (('unknown_joints',), 'drop', 'unknown_joints'),
     (('speed',), 1, 'speed is 1; no such key'),
     (('joints',), [], 'joints is []'),
@@ -221,6 +221,27 @@ def test_any_value_of_a_key_gives_an_embodiment_or_a_config_error(path, value):
         pass
 
 
+def test_displacements_add_up_from_the_observed_state():
+    joint = dict(GOOD['joints'][0], action='displacement', action_scale=0.2)  # sign -1, scale 2
+    robot = parse(changed(('joints', 0), joint))
+    observed = np.array([0.3, 0.1, 0.04])
+    chunk = np.array([[1.0, 0.1, 0.5], [1.0, 0.2, 0.5], [-0.5, 0.3, 0.5]])
+    moved = robot.to_robot(chunk, observed)
+    assert moved[:, 0].tolist() == pytest.approx([0.2, 0.1, 0.15])
+    assert moved[:, 1].tolist() == pytest.approx([0.1, 0.2, 0.3])  # others stay absolute
+    assert chunk[0].tolist() == [1.0, 0.1, 0.5]  # the chunk of the policy is left as it is
+    branches = robot.to_robot(np.stack([chunk, chunk]), observed)
+    assert branches.shape == (2, 3, 3) and branches[1].tolist() == moved.tolist()
+    with pytest.raises(ActionError, match='displacements, which need the observed'):
+        robot.to_robot(chunk)
+
+
+def test_an_action_scale_without_displacements_is_refused():
+    joint = dict(GOOD['joints'][0], action_scale=0.2)
+    with pytest.raises(ConfigError, match='of displacements, this joint has absolute actions'):
+        parse(changed(('joints', 0), joint))
+
+
 def test_a_file_that_cannot_be_read_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r'nothing\.yaml cannot be read'):
         load_embodiment(tmp_path / 'nothing.yaml')
@@ -234,7 +255,7 @@ def test_each_example_file_is_valid(path):
     robot = load_embodiment(path)
     assert robot.name == path.stem
     middle = (robot.minimum + robot.maximum) / 2
-    observed = middle if robot.any_relative else None
+    observed = middle if robot.needs_observed else None
     actions = robot.to_policy(middle[None]) - (
-        robot._relative * robot.to_policy(middle) if robot.any_relative else 0.0)
+        robot._relative * robot.to_policy(middle) if robot.needs_observed else 0.0)
     np.testing.assert_allclose(robot.to_robot(actions, observed)[0], middle, atol=1e-9)
