@@ -221,6 +221,42 @@ class ObservationNonFinite(ObservationError):
     code = 'observation_non_finite'
 
 
+class PlannerError(FlashrtError):
+    """A planner was asked for what it cannot do; its state is as it was."""
+
+    code = 'planner'
+
+
+class PromptTooLong(PlannerError):
+    """The tokens do not fit into what is left of the context."""
+
+    code = 'prompt_too_long'
+
+
+class PromptEmpty(PlannerError):
+    """Nothing to append, or nothing in the state to decode from."""
+
+    code = 'prompt_empty'
+
+
+class TokenUnknown(PlannerError):
+    """A token id outside the vocabulary."""
+
+    code = 'token_unknown'
+
+
+class BranchesLive(PlannerError):
+    """The trunk stands still while branches of it live."""
+
+    code = 'branches_live'
+
+
+class BranchesEnded(PlannerError):
+    """The branches were dropped, committed or outlived by their trunk."""
+
+    code = 'branches_ended'
+
+
 class ActionError(FlashrtError):
     """An action chunk must not reach the robot."""
 
