@@ -1,4 +1,4 @@
-"""Pi0's sizes and behaviour as one frozen record; named sizes 'tiny' and 'pi0'."""
+"""Sizes and behaviour of Pi0 and Pi0.5 as one frozen record; named sizes such as 'pi0'."""
 
 from __future__ import annotations
 
@@ -21,31 +21,29 @@ import torch
 from flashrt_core.errors import ConfigError
 from flashrt_core.nn import GemmaDims
 from flashrt_core.nn import SiglipDims
+from flashrt_core.policies.normalise import check_statistics
+from flashrt_core.policies.normalise import Statistics
 
+FAMILIES = ('pi0', 'pi05')
 RESERVED = {'state', 'prompt', 'subgoal', 'noise', 'action'}
 FLOW_STEPS_LIMIT = 1000
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16}
 
 
 @dataclass(frozen=True)
-class Statistics:
-    """Mean and standard deviation of state and actions, in physical units; empty = 0 and 1."""
-
-    state_mean: tuple[float, ...] = ()
-    state_std: tuple[float, ...] = ()
-    action_mean: tuple[float, ...] = ()
-    action_std: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True)
 class Pi0Config:
-    """Everything that decides the buffers, the graphs and the numbers of a Pi0 session.
+    """Everything that decides the buffers, the graphs and the numbers of a Pi0 or Pi0.5 session.
 
+    ``family``: 'pi0' gives the state to the expert as a token; 'pi05' writes it into the prompt
+    (``state_tokens`` of it) and lets the flow's time modulate the expert's norms (adaRMS).
     ``state_dim`` and ``action_dim`` are the robot's, the widths those of the model (zero-padded).
     ``relative``: action indexes that the model gives relative to the state of the same index.
     ``rows``: branches allocated. ``row_keys``: branch counts captured.
     ``blend_steps``: length of the blend with the previous chunk (``graphs.splice``).
     ``weights``: a safetensors file or folder; empty = random from ``weight_seed``.
+    ``statistics_file``: of openpi or LeRobot; empty = found beside the weights. Not looked for
+    where ``statistics`` are given or the weights are random.
+    ``normalisation``: see policies/normalise.py; empty = the checkpoint's, else the family's.
     ``time_dtype``: 'float64' embeds flow time as openpi does, 'float32' as transformers does.
     ``cpu_threads``: of torch on the cpu backend, 0 leaves torch's own choice.
     ``seed``: of a fresh session. ``units``: of each action. ``tokenizer``: see policies/text.py.
@@ -63,6 +61,8 @@ class Pi0Config:
     action_dim: int
     state_width: int
     action_width: int
+    family: str = 'pi0'
+    state_tokens: int = 0
     flow_steps: int = 10
     min_period: float = 4e-3
     max_period: float = 4.0
@@ -71,6 +71,8 @@ class Pi0Config:
     relative: tuple[int, ...] = ()
     units: tuple[str, ...] = ()
     statistics: Statistics = field(default_factory=Statistics)
+    statistics_file: str = ''
+    normalisation: str = ''
     dtype: str = 'float32'
     rows: int = 1
     row_keys: tuple[int, ...] = (1,)
@@ -92,13 +94,40 @@ class Pi0Config:
         return len(self.views) * self.vision.tokens
 
     @property
+    def modulated(self) -> bool:
+        """Whether time modulates the expert's norms."""
+        return self.family == 'pi05'
+
+    @property
+    def text_tokens(self) -> int:
+        """Language tokens of a tick: prompt and subgoal; Pi0.5: one of the two, and the state."""
+        if self.modulated:
+            return max(self.prompt_tokens, self.subgoal_tokens) + self.state_tokens
+        return self.prompt_tokens + self.subgoal_tokens
+
+    @property
     def prefix_tokens(self) -> int:
-        return self.image_tokens + self.prompt_tokens + self.subgoal_tokens
+        return self.image_tokens + self.text_tokens
+
+    @property
+    def suffix_tokens(self) -> int:
+        """Tokens of the expert: the actions, in Pi0 behind one of the state."""
+        return self.horizon if self.modulated else self.horizon + 1
+
+    @property
+    def normalised_by(self) -> str:
+        """The way of normalising: as said, else as the family was trained."""
+        return self.normalisation or ('quantiles' if self.modulated else 'mean_std')
 
     def layout(self) -> dict[str, str]:
         """Return what decides how a state is read: all but paths, rows and first values."""
-        skipped = 'weights weight_seed rows row_keys seed tokenizer cpu_threads'.split()
+        skipped = (
+            'weights weight_seed rows row_keys seed tokenizer cpu_threads statistics_file '
+            'statistics normalisation'
+        ).split()
         record = {k: v for k, v in asdict(self).items() if k not in skipped}
+        record |= {f'statistics.{k}': v for k, v in vars(self.statistics).items()}
+        record['normalisation'] = self.normalised_by
         return {f'config.{k}': json.dumps(v, sort_keys=True) for k, v in record.items()}
 
 
@@ -119,6 +148,12 @@ def check(c: Pi0Config) -> None:
             if not (number >= 1 if isinstance(number, int) else 0 < number < math.inf):
                 raise ConfigError(f'{part}.{name} is {number}; give a number above 0')
     rules = [
+        (c.family in FAMILIES, f'family {c.family!r} is unknown; choose from {list(FAMILIES)}'),
+        (
+            c.state_tokens >= 1 if c.family == 'pi05' else c.state_tokens == 0,
+            f'state_tokens is {c.state_tokens}; Pi0.5 writes the state into its prompt and needs '
+            'some, about 4 a joint and 10 more; Pi0 has none: give 0',
+        ),
         (
             bool(c.views) and len(set(c.views)) == len(c.views),
             f'views {c.views}: name each camera once',
@@ -191,19 +226,8 @@ def check(c: Pi0Config) -> None:
     for holds, message in rules:
         if not holds:
             raise ConfigError(message)
-    for name, size in (
-        ('state_mean', c.state_dim),
-        ('state_std', c.state_dim),
-        ('action_mean', c.action_dim),
-        ('action_std', c.action_dim),
-    ):
-        values = getattr(c.statistics, name)
-        if values and len(values) != size:
-            raise ConfigError(f'statistics.{name} has {len(values)} values; give {size}')
-        if not all(map(math.isfinite, values)):
-            raise ConfigError(f'statistics.{name} is {values}; every value must be finite')
-        if name.endswith('std') and any(not v > 0 for v in values):
-            raise ConfigError(f'statistics.{name} is {values}; every value must be above 0')
+    sizes = {'state': c.state_dim, 'action': c.action_dim}
+    check_statistics(c.statistics, sizes, c.normalised_by)
     if not 0 <= c.cpu_threads <= 1024:
         raise ConfigError(f'cpu_threads is {c.cpu_threads}; give 0 to 1024')
     if c.units and len(c.units) != c.action_dim:
@@ -253,14 +277,31 @@ TINY = Pi0Config(
     cpu_threads=1,
 )
 
-NAMED = {'pi0': PI0, 'tiny': TINY}
+PI05 = replace(PI0, family='pi05', prompt_tokens=64, subgoal_tokens=64, state_tokens=136)
+
+PI05_TINY = replace(
+    TINY,
+    family='pi05',
+    prompt_tokens=32,
+    subgoal_tokens=32,
+    state_tokens=32,
+    statistics=Statistics(
+        state_q01=(-2.5, -0.2, -2.7, 0.0),
+        state_q99=(2.5, 3.0, 2.0, 1.0),
+        action_q01=(-0.25, -0.25, -0.25, 0.0),
+        action_q99=(0.25, 0.25, 0.25, 1.0),
+    ),
+)
+
+NAMED = {'pi0': PI0, 'tiny': TINY, 'pi05': PI05, 'pi05_tiny': PI05_TINY}
 
 
 def load_config(source: str | Path | Mapping[str, Any] | Pi0Config) -> Pi0Config:
     """Return a config from a name, a YAML file or a mapping.
 
-    A file or mapping names its ``base`` ('tiny', 'pi0') and overrides single values.
-    Raises ConfigError naming an unknown key, a wrong type or a value out of range.
+    A file or mapping names its ``base`` (one of NAMED) and overrides single values; a ``policy``
+    in it must be the family. Raises ConfigError naming an unknown key, a wrong type or a value
+    out of range.
     """
     if isinstance(source, Pi0Config):
         return source
@@ -273,10 +314,15 @@ def load_config(source: str | Path | Mapping[str, Any] | Pi0Config) -> Pi0Config
     else:
         record = _read_yaml(Path(source))
     base = record.pop('base', 'tiny')
-    record.pop('policy', None)
+    policy = record.pop('policy', None)
     if not isinstance(base, str) or base not in NAMED:
         raise ConfigError(f'base {base!r} is unknown; choose from {sorted(NAMED)}')
     config: Pi0Config = _override(NAMED[base], record, '')
+    if policy not in (None, config.family):
+        raise ConfigError(
+            f'policy {policy!r} does not go with base {base!r}, which is {config.family!r}; give '
+            f'one of {[name for name, c in NAMED.items() if c.family == policy] or list(NAMED)}'
+        )
     return config
 
 
