@@ -43,16 +43,19 @@ class Attendant:
     its messages, so an executor that waited for the events only would spin while one lies there.
     """
 
-    def __init__(self, node: Node, name: str) -> None:
+    def __init__(self, node: Node, name: str, rest_s: float = 0.0) -> None:
         """Start with nothing to attend to.
 
         :param name: of the thread.
+        :param rest_s: after each pass that took something, so that a flood costs a bounded share
+            of the process; what a subscription of depth 1 keeps meanwhile is the newest.
         """
         self._node = node
         self.group: CallbackGroup = _Apart()  # the executor waits for nothing that is in it
         self._subscriptions: list[tuple[Subscription, Callable[[Any], None]]] = []
         self._services: list[tuple[Service, Callable[[Any, Reply], None]]] = []
         self._closing = False
+        self._rest_s, self._ended = rest_s, threading.Event()
         self._guard = GuardCondition(None, None, context=node.context)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -75,6 +78,7 @@ class Attendant:
     def close(self) -> None:
         """End the thread; callable twice and from its own callbacks."""
         self._closing = True
+        self._ended.set()
         try:
             self._guard.trigger()
         except InvalidHandle:
@@ -136,6 +140,8 @@ class Attendant:
                     happened = event.take_data()
                     if happened is not None:
                         self._call(event.callback, happened)
+        if self._rest_s and (messages or requests):
+            self._ended.wait(self._rest_s)
 
     def _call(self, callback: Callable[..., None], *arguments: Any) -> None:
         try:

@@ -7,6 +7,7 @@ of ``tick_now`` takes its place. All that commands the robot lies in executor_co
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import asdict
 from functools import partial
 import threading
 import time
@@ -29,6 +30,7 @@ from flashrt_ros.clocks import RosReading
 from flashrt_ros.embodiment import Embodiment
 from flashrt_ros.executor_control import Control
 from flashrt_ros.executor_faults import Faults
+from flashrt_ros.executor_interrupt import Interrupts
 from flashrt_ros.executor_observation import Observation
 from flashrt_ros.executor_observation import ObservationBuffer
 from flashrt_ros.executor_tick import Pending
@@ -47,7 +49,7 @@ from flashrt_ros.statistics import Counters
 from flashrt_ros.subgoals import Subgoal
 from flashrt_ros.subgoals import SubgoalSlot
 
-COUNTERS = ('ticks', 'ticks_dropped', 'results_dropped', 'chunks_too_late', 'interrupts')
+COUNTERS = ('ticks', 'ticks_dropped', 'results_dropped', 'chunks_too_late')
 _IDLE_WAIT_S = 0.02
 
 
@@ -79,6 +81,8 @@ class Engine:
         embodiment.check_dims(self.ports.state_dim, self.ports.action_dim)
         embodiment.check_views(tuple(self.ports.views))
         self.times = TickTimes(session.plan_keys[1])
+        self._interrupts = Interrupts(counters)
+        self.times.rings.update(self._interrupts.rings)
         self.lock_step = bool(parameters['lock_step'])
         self.slot = SubgoalSlot(max_tokens=max(1, self.ports.subgoal_tokens),
                                 vocabulary=int(session.config.vocab), counters=counters)
@@ -147,13 +151,21 @@ class Engine:
 
     # -- what comes from outside ----------------------------------------------------------------
 
-    def interrupt(self) -> None:
+    @property
+    def interrupted(self) -> bool:
+        """Whether a tick for an interrupt runs or begins at once; any thread."""
+        return self._interrupts.answering or (
+            self._interrupts.pending and self.active and not self.lock_step
+            and self.control.holds.may_tick)
+
+    def _interrupt(self, sequence: int) -> None:
         """Drop the running tick at its segment's end and tick anew with what is in the slot."""
         with self.control.submit_lock:
-            self.book.clear_left_overs = True
+            self.book.clear_left_overs()
             self._urgent = True
-            self.counters.add('interrupts')
-            self._drop_running()
+            if self._interrupts.ask(
+                    sequence, time.monotonic_ns(), self.control.progress.step):
+                self._drop_running()
         self.wake()
 
     def announce(self, subgoal: Subgoal) -> None:
@@ -163,7 +175,7 @@ class Engine:
             'tokens': list(subgoal.tokens), 'interrupt': subgoal.interrupt,
             'deadline_s': subgoal.deadline_s})
         if subgoal.interrupt:
-            self.interrupt()
+            self._interrupt(subgoal.sequence)
         self.control.outputs.status()
 
     def restored(self, pending: Pending | None = None) -> int:
@@ -178,6 +190,7 @@ class Engine:
         except LaneError:
             pass  # the lane is gone, no tick will ask
         self.book.restored(seed, pending or Pending())
+        self._interrupts.void()
         return self.slot.restored(self.control.progress.episode)
 
     def seed_now(self) -> int:
@@ -323,16 +336,25 @@ class Engine:
             collected = time.perf_counter()
             future = self._running = self.session.submit(prepared.tick_input)
             self._tick_step, self._urgent = start.at_step, False
+            cut = self._interrupts.cut
+            self._interrupts.submitted(prepared.subgoal_sequence, prepared.started_ns)
             self.watch.started(prepared.started_ns)
         submitted = time.perf_counter()
         prepared.digests.update(observation.digests())
-        chunk = self._await(future)
+        try:
+            chunk = self._await(future)
+        except Exception:
+            with control.submit_lock:
+                self._interrupts.ended()
+            raise
         inferred = time.perf_counter()
         with control.submit_lock:
             self._running = None
-            # A tick that began before a hold, or before the resync after it, saw an older robot.
+            self._interrupts.ended()
+            # A tick that began before a hold, or before the resync after it, saw an older robot;
+            # one that began before an interrupt had an older goal.
             wanted = generation == control.generation and control.holds.may_tick and (
-                resync == (control.holds.phase is Phase.RESYNC))
+                resync == (control.holds.phase is Phase.RESYNC)) and cut == self._interrupts.cut
             played = self._finish(chunk, prepared, wanted)
             if not wanted:
                 self.counters.add('results_dropped')
@@ -382,9 +404,13 @@ class Engine:
         if played is None:
             return False
         actions, first, transition = played
+        answer = self._interrupts.played(
+            chunk.subgoal_sequence, time.monotonic_ns(), control.progress.step)
         outputs.chunk(chunk, prepared, actions, first)
         outputs.heartbeat()
         control.emit(transition)
+        if answer is not None:
+            outputs.event('interrupt', str(answer.sequence), asdict(answer))
         outputs.status()
         return control.holds.phase is Phase.RUN
 

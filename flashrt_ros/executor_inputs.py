@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-from rclpy.callback_groups import CallbackGroup
-from rclpy.callback_groups import MutuallyExclusiveCallbackGroup
 from rclpy.qos import QoSProfile
 from rclpy.subscription import Subscription
 from sensor_msgs.msg import CompressedImage
@@ -20,12 +18,14 @@ from flashrt_ros.executor_engine import Engine
 from flashrt_ros.executor_services import CONFIGURED
 from flashrt_ros.msg import Subgoal
 
+SUBGOAL_REST_S = 0.005
+
 
 class ExecutorInputs:
     """Opened by configure, closed by cleanup.
 
     Joints and images are taken by a thread of their own, so that neither services nor subgoals
-    delay them; subgoals by the executor thread.
+    delay them; subgoals by another one, which rests after each: of a flood it takes the newest.
     """
 
     def __init__(self, node: Any) -> None:
@@ -35,45 +35,42 @@ class ExecutorInputs:
         """
         self._node = node
         self._made: list[Subscription] = []
-        self._attendant: Attendant | None = None
-        self._group = MutuallyExclusiveCallbackGroup()
+        self._attendants: list[Attendant] = []
 
     def open(self, embodiment: Embodiment) -> None:
         """Subscribe to the robot's joints, its cameras and the planner's subgoals."""
         compressed = self._node.parameters['image_transport'] == 'compressed'
-        self._attendant = Attendant(self._node, 'inputs')
-        self._attend(JointState, 'joint_states', self._on_joints)
+        sensors = Attendant(self._node, 'inputs')
+        subgoals = Attendant(self._node, 'subgoals', SUBGOAL_REST_S)
+        self._attendants = [sensors, subgoals]
+        self._attend(sensors, JointState, 'joint_states', self._on_joints, qos.sensor())
         for view, topic in embodiment.views.items():
             self._attend(
-                CompressedImage if compressed else Image,
+                sensors, CompressedImage if compressed else Image,
                 f'images/{topic}/compressed' if compressed else f'images/{topic}',
-                lambda message, view=view: self._on_image(view, message, compressed))
-        self._attendant.start()
-        self._listen(Subgoal, 'subgoal', self._on_subgoal, qos.command(), self._group)
+                lambda message, view=view: self._on_image(view, message, compressed),
+                qos.sensor())
+        self._attend(subgoals, Subgoal, 'subgoal', self._on_subgoal, qos.command())
+        for attendant in self._attendants:
+            attendant.start()
 
     def close(self) -> None:
         """Unsubscribe; callable twice."""
-        if self._attendant is not None:
-            self._attendant.close()
-        self._attendant = None
+        for attendant in self._attendants:
+            attendant.close()
+        self._attendants.clear()
         for subscription in self._made:
             self._node.destroy_subscription(subscription)
         self._made.clear()
 
-    def _attend(self, message_type: Any, topic: str, callback: Callable[[Any], None]) -> None:
-        assert self._attendant is not None
-        self._attendant.listen(
-            self._listen(message_type, topic, callback, qos.sensor(), self._attendant.group),
-            callback)
-
-    def _listen(self, message_type: Any, topic: str, callback: Callable[[Any], None],
-                profile: QoSProfile, group: CallbackGroup) -> Subscription:
+    def _attend(self, attendant: Attendant, message_type: Any, topic: str,
+                callback: Callable[[Any], None], profile: QoSProfile) -> None:
         resolved = self._node.resolve_topic_name(topic)
         self._made.append(self._node.create_subscription(
-            message_type, topic, callback, profile, callback_group=group,
+            message_type, topic, callback, profile, callback_group=attendant.group,
             event_callbacks=qos.subscription_events(resolved, self._node.report.qos_mismatch),
             qos_overriding_options=qos.overridable()))
-        return self._made[-1]
+        attendant.listen(self._made[-1], callback)
 
     def _on_joints(self, message: JointState) -> None:
         self._take('joint_states', lambda engine, now: engine.observations.on_joints(message, now))

@@ -16,6 +16,7 @@ from flashrt_core.capsule import CapsuleInfo
 from flashrt_core.capsule import check_id
 from flashrt_core.errors import ActionJump
 from flashrt_core.errors import FlashrtError
+from flashrt_core.errors import LaneBusy
 from flashrt_core.errors import ParameterInvalid
 from flashrt_core.errors import WrongState
 from flashrt_ros import srv
@@ -231,6 +232,10 @@ class ExecutorServices:
 
     def _set_subgoal(self, request: srv.SetSubgoal.Request,
                      response: srv.SetSubgoal.Response) -> str:
+        if (request.subgoal.priority >= SubgoalMessage.PRIORITY_INTERRUPT
+                and self._node.engine.interrupted):
+            raise LaneBusy('an interrupt is being answered by the tick that runs; call again once '
+                           'its chunk is out, or publish on the topic, of which the newest counts')
         response.sequence = self.subgoal(request.subgoal)
         return f'subgoal {response.sequence} is latched by the next tick'
 

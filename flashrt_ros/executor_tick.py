@@ -89,6 +89,7 @@ class Prepared:
     seed: Callable[[], int]  # in force; known once the tick has ended
     resync: bool
     started_ns: int  # steady
+    left_overs: int  # generation of the left-overs when it was prepared
     digests: dict[str, int] = field(default_factory=dict)  # filled while the tick runs
 
 
@@ -108,7 +109,7 @@ class TickBook:
         self._committed: tuple[int, int] | None = None  # (observation step, delay told)
         self.seed: Callable[[], int] = lambda: seed
         self.pending = Pending()
-        self.clear_left_overs = True
+        self._left_overs, self._cleared = 1, 0
 
     def restored(self, seed: Callable[[], int], pending: Pending) -> None:
         """The session's state was replaced: no step of its previous chunk has been played here.
@@ -118,7 +119,14 @@ class TickBook:
         """
         self._committed = None
         self.seed, self.pending = seed, pending
-        self.clear_left_overs = True
+        self.clear_left_overs()
+
+    def clear_left_overs(self) -> None:
+        """Let no tick that is prepared from now on be blended with a chunk of before.
+
+        It stays so until one of them is committed: a tick that ran already changes nothing.
+        """
+        self._left_overs += 1
 
     def prepare(
         self,
@@ -148,13 +156,13 @@ class TickBook:
         return Prepared(tick_input, observation, verdicts, start, self.pending,
                         self._slot.latched if subgoal is None else subgoal.sequence,
                         self.seed if given is None else lambda: given, resync,
-                        time.monotonic_ns())
+                        time.monotonic_ns(), self._left_overs)
 
     def committed(self, prepared: Prepared, chunk: Chunk) -> None:
         """Note that the tick's state was committed, whether or not its chunk is played."""
         self._committed = (prepared.start.at_step, prepared.tick_input.delay_steps)
         self.seed = prepared.seed
-        self.clear_left_overs = False
+        self._cleared = prepared.left_overs
         self._slot.commit(chunk.subgoal_sequence)
         if self.pending is prepared.pending:
             self.pending = Pending()
@@ -165,7 +173,7 @@ class TickBook:
         return self._robot.to_robot(chunk.actions[row], prepared.observation.joints)
 
     def _steps_executed(self, start: TickStart, resync: bool) -> int:
-        if resync or self.clear_left_overs:
+        if resync or self._cleared != self._left_overs:
             return self._ports.horizon
         if self._committed is None:
             return 0

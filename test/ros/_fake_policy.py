@@ -57,6 +57,8 @@ class Switches:
     gated: str = 'think'
     waiting: int = 0  # times a segment has come to the gate
     inputs: list[TickInput] = field(default_factory=list)
+    goal_step: float = 0.0  # times the latched sequence, added to every target
+    applied: list[int] = field(default_factory=list)  # sequences that committed ticks have written
 
 
 @dataclass(frozen=True)
@@ -187,11 +189,13 @@ class FakeSession:
                 b['seed'].row(row).fill_(t.seed)
             if t.subgoal is not None:
                 b['subgoal_sequence'].row(row).fill_(t.subgoal.sequence)
+                self.switches.applied.append(t.subgoal.sequence)
             if t.prompt is not None:
                 b['prompt_length'].row(row).fill_(len(t.prompt))
             b['queue_index'].row(row).fill_(t.delay_steps)
             target = (level(int(b['seed'].row(row))) + LEVEL_STEP * int(b['branch'].row(row))
-                      + TICK_STEP * int(b['tick'].row(row)) + self.switches.offset)
+                      + TICK_STEP * int(b['tick'].row(row)) + self.switches.offset
+                      + self.switches.goal_step * int(b['subgoal_sequence'].row(row)))
             b['actions'].row(row).fill_(target)
             b['tick'].row(row).add_(1)
         if self.switches.nan:
