@@ -15,8 +15,8 @@ from flashrt_ros.attendant import Attendant
 from flashrt_ros.clocks import RosReading
 from flashrt_ros.embodiment import Embodiment
 from flashrt_ros.executor_engine import Engine
-from flashrt_ros.executor_services import CONFIGURED
 from flashrt_ros.msg import Subgoal
+from flashrt_ros.service_frame import CONFIGURED
 
 SUBGOAL_REST_S = 0.005
 
@@ -94,7 +94,7 @@ class ExecutorInputs:
 
     def _on_subgoal(self, message: Subgoal) -> None:
         try:
-            self._node.services_made.require(CONFIGURED, 'subgoal')
+            self._node.services_made.frame.require(CONFIGURED, 'subgoal')
             self._node.services_made.subgoal(message)
         except FlashrtError as error:
             self._node.count_refusal(error)

@@ -191,7 +191,7 @@ class ExecutorNode(SafeLifecycleNode):
         """End in order; False when a transition did not end in time."""
         self._ending = True
         ended = self.finish(timeout_s + self.parameters['shutdown_timeout_s'])
-        self.services_made.close()
+        self.services_made.frame.close()
         self.outputs.close()
         return ended
 
@@ -207,6 +207,31 @@ class ExecutorNode(SafeLifecycleNode):
         if self.control is None or self.state_label != ACTIVE:
             return 'ready' if self.control is not None else 'unconfigured'
         return _PHASES[self.control.holds.phase]
+
+    @property
+    def configured(self) -> bool:
+        """Whether there is a session to serve."""
+        return self.engine is not None
+
+    @property
+    def session_name(self) -> str:
+        """Name under which the store keeps this node's capsules."""
+        assert self._session is not None
+        return str(self._session.boundary.session)
+
+    @property
+    def epoch(self) -> int:
+        """Restores so far."""
+        return 0 if self.control is None else self.control.progress.epoch
+
+    def now_text(self) -> str:
+        """Return in words where the node stands, the end of every reply."""
+        if self.control is None:
+            return f'the node is {self.state_label}'
+        progress, causes = self.control.progress, ', '.join(self.control.holds.causes)
+        return (f'now {self.state_label}, {self.phase}, epoch {progress.epoch}, '
+                f'episode {progress.episode}, tick {progress.tick}'
+                + (f', held by {causes}' if causes else ''))
 
     def count_refusal(self, error: Exception) -> None:
         """Count a refusal by its code, for diagnostics."""
@@ -242,7 +267,7 @@ class ExecutorNode(SafeLifecycleNode):
 
         :raises FlashrtError: the goal is refused.
         """
-        self.services_made.require((ACTIVE,), '~/run_episode')
+        self.services_made.frame.require((ACTIVE,), '~/run_episode')
         check_goal(request)
         assert self.control is not None and self.verbs is not None and self.engine is not None
         if request.prompt:
@@ -251,7 +276,7 @@ class ExecutorNode(SafeLifecycleNode):
         seed = int(request.seed) if request.set_seed else None
         if request.reset:
             verbs = self.verbs
-            await self.services_made.run(lambda: verbs.reset('', seed))
+            await self.services_made.frame.run(lambda: verbs.reset('', seed))
         elif seed is not None:
             self.engine.write(seed=seed)
             self.outputs.event('seed', str(seed), {'seed': seed})

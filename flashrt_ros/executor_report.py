@@ -3,6 +3,7 @@
 from typing import Any
 
 from flashrt_core.errors import FlashrtError
+from flashrt_ros.capsule_services import add_store_usage
 from flashrt_ros.diagnostics import Diagnostics
 from flashrt_ros.diagnostics import ERROR
 from flashrt_ros.diagnostics import FaultLog
@@ -133,12 +134,7 @@ class ExecutorReport:
         store = self._node.store
         if store is None:
             return
-        for tier, use in store.usage().items():
-            section.add(f'{tier} used_bytes', use.used_bytes)
-            section.add(f'{tier} budget_bytes', use.budget_bytes)
-            section.add(f'{tier} pinned_bytes', use.pinned_bytes)
-            section.add(f'{tier} capsules', use.capsules)
-        section.add_counts(dict(store.counters))
+        add_store_usage(section, store)
 
     def _refusals(self, section: Section) -> None:
         section.add_counts(self.refusals.snapshot())

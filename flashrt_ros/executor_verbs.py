@@ -22,11 +22,10 @@ from flashrt_core.capsule import CapsuleInfo
 from flashrt_core.capsule import CapsuleStore
 from flashrt_core.capsule import RestoreReport
 from flashrt_core.errors import DeviceLost
-from flashrt_core.errors import FlashrtError
 from flashrt_core.errors import LaneBusy
 from flashrt_core.errors import ParameterInvalid
-from flashrt_core.errors import TierUnavailable
 from flashrt_core.policies.protocol import Chunk
+from flashrt_ros.capsule_services import saved
 from flashrt_ros.executor_engine import Engine
 from flashrt_ros.executor_tick import Pending
 from flashrt_ros.executor_tick import Prepared
@@ -120,7 +119,10 @@ class Verbs:
         self._control.outputs.event('snapshot', info.id, {
             'label': info.label, 'tier': info.tier, 'position': info.position,
             'size_bytes': info.size_bytes, 'pinned': info.pinned})
-        return self._saved(info) if tier == 'disk' else info
+        if tier != 'disk':
+            return info
+        return saved(self._store, info, self._session.boundary.session,
+                     self._parameters['verb_timeout_s'])
 
     def fork(self, capsule_id: str, n: int, seeds: Sequence[int], commit: int) -> Branches:
         """Evaluate ``n`` branches on the current observation; optionally go on with one.
@@ -219,16 +221,6 @@ class Verbs:
         if found.committed < 0:
             self._back_to(here)
         return found
-
-    def _saved(self, info: CapsuleInfo) -> CapsuleInfo:
-        limit = self._parameters['verb_timeout_s']
-        try:
-            return self._store.saved(info.id, self._session.boundary.session).result(limit)
-        except (FlashrtError, OSError, FutureTimeout) as error:
-            reason = f'no end within {limit:g} s' if isinstance(error, FutureTimeout) else error
-            raise TierUnavailable(
-                f'capsule {info.id!r} has no file ({reason}); it is kept in {info.tier} memory '
-                'only: make room and ~/move it to disk, or ~/drop it') from error
 
     def _mark_here(self) -> Any:
         ring = self._session.boundary.ring
