@@ -16,11 +16,12 @@ from flashrt_core.runtime.graph import ShapeKey
 from flashrt_core.runtime.jobs import LaneFuture
 from flashrt_core.runtime.jobs import LaneResult
 from flashrt_core.runtime.lane import Lane
+from flashrt_core.runtime.lane import SegmentGate
 from flashrt_core.runtime.plan import Plan
 from flashrt_core.runtime.plan import Segment
 
 __all__ = [
     'Backend', 'Buffer', 'BufferSet', 'BufferSpec', 'Captured', 'Event', 'Graph', 'Kind', 'Lane',
-    'LaneFuture', 'LaneResult', 'MemoryInfo', 'Plan', 'Role', 'Segment', 'ShapeKey',
+    'LaneFuture', 'LaneResult', 'MemoryInfo', 'Plan', 'Role', 'Segment', 'SegmentGate', 'ShapeKey',
     'cpu_backend', 'cuda_backend', 'pick_backend',
 ]

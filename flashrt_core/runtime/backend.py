@@ -154,20 +154,21 @@ def cpu_backend() -> Backend:
     return CpuBackend()
 
 
-def cuda_backend(index: int = 0) -> Backend:
+def cuda_backend(index: int = 0, priority: int = 0) -> Backend:
     """
-    Return a backend on CUDA device ``index``.
+    Return a backend on CUDA device ``index``; ``priority`` is added to that of its streams.
 
     :raises ConfigError: no such device, or a torch without CUDA.
     """
     from flashrt_core.runtime.cuda import CudaBackend
-    return CudaBackend(index)
+    return CudaBackend(index, priority)
 
 
-def pick_backend(device: str) -> Backend:
+def pick_backend(device: str, priority: int = 0) -> Backend:
     """
     Return the backend called 'cpu', 'cuda' or 'auto' (cuda where there is one, else cpu).
 
+    :param priority: added to that of every stream (cuda): -1 is served before 0.
     :raises ConfigError: another name, or 'cuda' without a CUDA device.
     """
     if device == 'auto':
@@ -175,5 +176,5 @@ def pick_backend(device: str) -> Backend:
     if device == 'cpu':
         return cpu_backend()
     if device == 'cuda':
-        return cuda_backend()
+        return cuda_backend(priority=priority)
     raise ConfigError(f"device is {device!r}; use 'auto', 'cpu' or 'cuda'")

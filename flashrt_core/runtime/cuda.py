@@ -96,18 +96,20 @@ class CudaBackend:
     One CUDA device.
 
     :param index: of the device.
+    :param priority: added to that of every stream.
     :raises ConfigError: no such device, or a torch without CUDA.
     """
 
     name = 'cuda'
 
-    def __init__(self, index: int = 0) -> None:
+    def __init__(self, index: int = 0, priority: int = 0) -> None:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if not 0 <= index < count:
             raise ConfigError(
                 f'CUDA device {index} does not exist: torch {torch.__version__} sees {count}; '
                 "install a CUDA build of torch and its driver, or use device 'cpu'")
         self.device = torch.device('cuda', index)
+        self._priority = priority
         self._holders = Holders()
         self._integrated = bool(torch.cuda.get_device_properties(index).is_integrated)
         self._registers = _host_register_supported(index)
@@ -146,6 +148,7 @@ class CudaBackend:
 
         :raises ContractError: all of torch's streams of that priority are held.
         """
+        priority += self._priority
         for sweep in (False, True):
             if sweep:
                 gc.collect()  # closed lanes lie in cycles and hold their streams until then

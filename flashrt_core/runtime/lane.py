@@ -6,6 +6,7 @@ from collections.abc import Callable
 import threading
 import time
 from typing import Any
+from typing import Protocol
 from typing import TypeVar
 
 import torch
@@ -26,8 +27,19 @@ from flashrt_core.runtime.jobs import resolve
 from flashrt_core.runtime.jobs import Run
 from flashrt_core.runtime.jobs import Verb
 from flashrt_core.runtime.plan import Plan
+from flashrt_core.runtime.plan import Segment
 
 T = TypeVar('T')
+
+
+class SegmentGate(Protocol):
+    """Told of every segment of a lane, on its thread: may have one wait, measures them all."""
+
+    def admit(self, segment: Segment) -> None:
+        """Return when the segment may start; a wait must end by itself, whatever happens."""
+
+    def done(self, segment: Segment) -> None:
+        """The segment that was admitted last has ended."""
 
 
 class Lane:
@@ -56,6 +68,7 @@ class Lane:
         self.stream = backend.stream(priority)
         self.capture_stream = backend.stream(priority)
         self.pool = backend.pool()
+        self.gate: SegmentGate | None = None  # set it while the lane is idle
         self._condition = threading.Condition()
         self._queue: deque[Call | Run] = deque()
         self._verb: Verb | None = None
@@ -302,6 +315,8 @@ class Lane:
             if job.before is not None and not job.future.cancelled():
                 job.before()
             for index, segment in enumerate(segments):
+                if self.gate is not None:
+                    self.gate.admit(segment)
                 cut = self._cut_of(job)
                 if cut is not None:
                     self._committed = True
@@ -309,6 +324,8 @@ class Lane:
                     return
                 self._committed = False
                 segments_us[segment.label] = self._do_segment(job, index)
+                if self.gate is not None:
+                    self.gate.done(segment)
             self._committed = True
             value = None if job.after is None else job.after()
         except BaseException as error:

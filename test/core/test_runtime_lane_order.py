@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import CancelledError
 import random
 import threading
 
@@ -10,7 +11,11 @@ import pytest
 
 from flashrt_core.errors import LaneBusy
 from flashrt_core.errors import TickDropped
+from flashrt_core.runtime import Backend
+from flashrt_core.runtime import Graph
 from flashrt_core.runtime import Lane
+from flashrt_core.runtime import Plan
+from flashrt_core.runtime import Segment
 
 WAIT_S = 60.0
 FULL = 3000
@@ -128,3 +133,34 @@ def test_a_dropped_tick_leaves_the_state_of_the_boundary_before(backend, lane, s
             expected = None
         seen = lane.call(lambda: counter.count).result(WAIT_S)
         assert seen == expected if expected is not None else seen % 14 == 0
+
+
+def test_a_gate_is_asked_before_each_segment_and_a_cancel_while_it_waits_drops_that_segment(
+        backend: Backend) -> None:
+    told: list[str] = []
+    waiting, go = threading.Event(), threading.Event()
+
+    class Gate:
+        def admit(self, segment: Segment) -> None:
+            told.append(f'admit {segment.label}')
+            if segment.label == 'second':
+                waiting.set()
+                go.wait(20)
+
+        def done(self, segment: Segment) -> None:
+            told.append(f'done {segment.label}')
+
+    with Lane(backend, 'gated') as lane:
+        graphs = [Graph(name, lambda ports, key: None, ()) for name in ('first', 'second')]
+        plan = Plan('two')
+        for graph in graphs:
+            graph.capture((), lane)
+            plan.add(graph, ())
+        lane.gate = Gate()
+        future = lane.run(plan)
+        assert waiting.wait(20)
+        future.cancel()
+        go.set()
+        with pytest.raises((TickDropped, CancelledError)):
+            future.result(20)
+    assert told == ['admit first', 'done first', 'admit second']
