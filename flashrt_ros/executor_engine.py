@@ -25,6 +25,8 @@ from flashrt_core.errors import TickDropped
 from flashrt_core.errors import WrongState
 from flashrt_core.policies.protocol import Chunk
 from flashrt_core.policies.protocol import Session
+from flashrt_ros.admission import Admission
+from flashrt_ros.clocks import NANOSECONDS
 from flashrt_ros.clocks import RosClock
 from flashrt_ros.clocks import RosReading
 from flashrt_ros.embodiment import Embodiment
@@ -102,6 +104,7 @@ class Engine:
         self._clock = clock
         self._now_ns = now_ns
         self._take_mark = take_mark
+        self.admission: Admission | None = None  # of a planner on the same device
         self._running: Future[Chunk] | None = None
         self._dropping: Future[None] | None = None
         self._tick_step = 0
@@ -339,6 +342,8 @@ class Engine:
             cut = self._interrupts.cut
             self._interrupts.submitted(prepared.subgoal_sequence, prepared.started_ns)
             self.watch.started(prepared.started_ns)
+            if self.admission is not None:
+                self.admission.tick_began(None if resync else self._next_due_ns(prepared))
         submitted = time.perf_counter()
         prepared.digests.update(observation.digests())
         try:
@@ -347,6 +352,9 @@ class Engine:
             with control.submit_lock:
                 self._interrupts.ended()
             raise
+        finally:
+            if self.admission is not None:
+                self.admission.tick_ended()
         inferred = time.perf_counter()
         with control.submit_lock:
             self._running = None
@@ -368,6 +376,14 @@ class Engine:
         self.times.record((begun, collected, submitted, inferred, time.perf_counter()),
                           prepared, chunk)
         return played
+
+    def expects_ticks(self) -> bool:
+        """Whether the next tick comes by the clock; any thread."""
+        return self.active and not self.lock_step and self.control.holds.phase is Phase.RUN
+
+    def _next_due_ns(self, prepared: Prepared) -> int:
+        period_s = self._parameters['tick_period_steps'] * self.embodiment.step_period_s
+        return prepared.started_ns + int(period_s * NANOSECONDS)
 
     def _delay(self) -> int:
         return 0 if self.lock_step else min(

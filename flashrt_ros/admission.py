@@ -1,0 +1,129 @@
+"""Admission of a planner's segments beside an executor's ticks on one device.
+
+A segment (a decode step, a prefill chunk) starts only if its measured p99 ends before the next
+tick is due, and never while a tick runs. One that fits between no two ticks starts right after a
+tick has ended and is counted: a smaller prefill key would spare that delay.
+"""
+
+from collections.abc import Callable
+import threading
+import time
+from typing import Any
+
+from flashrt_core.runtime import Segment
+from flashrt_ros.clocks import NANOSECONDS
+from flashrt_ros.statistics import Counters
+from flashrt_ros.statistics import Ring
+
+COUNTERS = ('segments_admitted', 'segments_waited', 'segments_oversize', 'segments_unmeasured',
+            'ticks_overdue')
+SAMPLES = 256
+_LOOK_S = 0.005  # bounds how long a hold of the robot goes unseen
+Wait = Callable[[threading.Condition, float], object]
+
+
+class Admission:
+    """Between one executor and one planner: ticks announce themselves, segments ask.
+
+    ``tick_*`` on the tick side, ``admit`` and ``done`` on the planner's lane thread. Steady time.
+    """
+
+    def __init__(
+        self,
+        counters: Counters,
+        *,
+        expects_ticks: Callable[[], bool],
+        margin_s: float = 0.0005,
+        overdue_s: float = 0.05,
+        now_ns: Callable[[], int] = time.monotonic_ns,
+        wait: Wait = threading.Condition.wait,
+    ) -> None:
+        """Begin with nothing due: every segment is admitted until the first tick.
+
+        :param expects_ticks: whether the robot runs; while it holds nothing is due.
+        :param margin_s: kept free before a tick is due.
+        :param overdue_s: a tick that has not begun so long after it was due is waited for no more.
+        """
+        counters.declare(COUNTERS)
+        self._counters = counters
+        self._expects_ticks = expects_ticks
+        self.margin_s = margin_s
+        self._overdue_ns = int(overdue_s * NANOSECONDS)
+        self._now_ns, self._wait = now_ns, wait
+        self._changed = threading.Condition()
+        self._running = False
+        self._due_ns: int | None = None
+        self._window_ns = 0  # from the end of the newest tick to the next one's due time
+        self._ticks_ended = 0
+        self._durations: dict[tuple[str, Any], Ring] = {}
+        self._begun_ns = 0
+        self.waits = Ring(SAMPLES)  # microseconds that segments have waited
+
+    # -- tick side ------------------------------------------------------------------------------
+
+    def tick_began(self, next_due_ns: int | None) -> None:
+        """A tick was submitted.
+
+        :param next_due_ns: when the one after it is due; None when that is not known.
+        """
+        with self._changed:
+            self._running, self._due_ns = True, next_due_ns
+
+    def tick_ended(self) -> None:
+        """The tick has ended, in whatever way."""
+        with self._changed:
+            if not self._running:
+                return
+            self._running = False
+            self._ticks_ended += 1
+            self._window_ns = 0 if self._due_ns is None else self._due_ns - self._now_ns()
+            self._changed.notify_all()
+
+    # -- the planner's lane ---------------------------------------------------------------------
+
+    def admit(self, segment: Segment) -> None:
+        """Wait until a segment may start; as long as ticks come, at most until one has ended."""
+        asked_ns = self._now_ns()
+        with self._changed:
+            ring = self._durations.get((segment.label, segment.key))
+            p99_ns = None if ring is None or not ring.count else int(ring.summary().p99 * 1e3)
+            ended, waited = self._ticks_ended, False
+            while not self._may_start(p99_ns, self._ticks_ended > ended):
+                waited = True
+                self._wait(self._changed, _LOOK_S)
+        self._begun_ns = self._now_ns()
+        self._counters.add('segments_admitted')
+        if waited:
+            self._counters.add('segments_waited')
+        self.waits.record((self._begun_ns - asked_ns) / 1e3)
+
+    def done(self, segment: Segment) -> None:
+        """Measure the segment that was admitted last, its launch included."""
+        ring = self._durations.setdefault(
+            (segment.label, segment.key), Ring(SAMPLES, warm_up=1))
+        ring.record((self._now_ns() - self._begun_ns) / 1e3)
+
+    def p99_us(self) -> dict[str, float]:
+        """Return the measured p99 of each segment in microseconds; any thread."""
+        return {f'{label} {key}': ring.summary().p99
+                for (label, key), ring in list(self._durations.items())}
+
+    def _may_start(self, p99_ns: int | None, tick_ended_since: bool) -> bool:
+        """Say whether a segment fits now; under the lock."""
+        if self._running:
+            return False
+        now, due = self._now_ns(), self._due_ns
+        if due is None or not self._expects_ticks():
+            return True
+        if now - due > self._overdue_ns:
+            self._due_ns = None
+            self._counters.add('ticks_overdue')
+            return True
+        needed = int(self.margin_s * NANOSECONDS) + (p99_ns or 0)
+        if p99_ns is not None and now + needed <= due:
+            return True
+        if not tick_ended_since or (p99_ns is not None and needed <= self._window_ns):
+            return False
+        # A tick has just ended and this is the widest window there is.
+        self._counters.add('segments_unmeasured' if p99_ns is None else 'segments_oversize')
+        return True
