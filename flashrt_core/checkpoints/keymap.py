@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flashrt_core.checkpoints.reader import SafetensorsReader
 from flashrt_core.errors import ConfigError
 
 SHOWN = 12
@@ -85,28 +86,36 @@ def check_keys(
     return used
 
 
-def assemble(
-    target: Target, names: Mapping[str, str], read: Callable[[str], Tensor], dtype: torch.dtype
-) -> Tensor:
-    """Read and join the sources of one target, as a CPU tensor of ``dtype``.
+def read_into(
+    target: Target, names: Mapping[str, str], reader: SafetensorsReader, into: Tensor
+) -> None:
+    """Read the sources of one target into ``into``, its sources' rows one below the other.
+
+    Piece by piece: beside ``into`` (any device) two pieces are held. Any thread.
 
     :raises ConfigError: a tensor that is not floating point (quantised, say), or not finite.
     """
-    parts = []
+    top = 0
     for source in target.sources:
-        stored = read(names[source.key])
-        if stored.dtype not in STORED:
-            raise ConfigError(
-                f'weights {names[source.key]!r} are {stored.dtype}; give a checkpoint in one of '
-                f'{[str(dtype) for dtype in STORED]}'
-            )
-        part = stored.to(dtype)
-        if not all(map(torch.isfinite, part.aminmax())):
-            raise ConfigError(
-                f'weights {names[source.key]!r} hold NaN or infinity as {dtype}; the checkpoint '
-                'is damaged or its training diverged: give another'
-            )
-        if source.permute:
-            part = part.permute(source.permute).flatten(1)
-        parts.append(part)
-    return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
+        name = names[source.key]
+        for row, stored in reader.pieces(name):
+            part = _checked(stored, name, into.dtype)
+            if source.permute:
+                part = part.permute(source.permute).flatten(1)
+            into[top + row : top + row + len(part)].copy_(part)
+        top += source.shape[0]
+
+
+def _checked(stored: Tensor, name: str, dtype: torch.dtype) -> Tensor:
+    if stored.dtype not in STORED:
+        raise ConfigError(
+            f'weights {name!r} are {stored.dtype}; give a checkpoint in one of '
+            f'{[str(dtype) for dtype in STORED]}'
+        )
+    part = stored.to(dtype)
+    if not all(map(torch.isfinite, part.aminmax())):
+        raise ConfigError(
+            f'weights {name!r} hold NaN or infinity as {dtype}; the checkpoint is damaged or its '
+            'training diverged: give another'
+        )
+    return part

@@ -1,20 +1,34 @@
-"""Key map of Pi0: the names of openpi and LeRobot, and those of transformers' PI0 classes."""
+"""Key map of Pi0 and Pi0.5: the names of openpi and LeRobot, and those of transformers."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Iterator
 import re
 from typing import TYPE_CHECKING
 
 from flashrt_core.checkpoints.keymap import Source
 from flashrt_core.checkpoints.keymap import Target
+from flashrt_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from flashrt_core.nn import GemmaDims
     from flashrt_core.nn import SiglipDims
     from flashrt_core.policies.pi0.config import Pi0Config
 
-HEADS = 'state_proj|action_in_proj|action_out_proj|action_time_mlp_in|action_time_mlp_out'
+HEADS = (
+    'state_proj|action_in_proj|action_out_proj|action_time_mlp_in|action_time_mlp_out'
+    '|time_mlp_in|time_mlp_out'
+)
+# What only one of the two has, of which a single key tells them apart.
+SIGNS = {
+    'pi0': re.compile(r'^(state_proj|action_time_mlp_in|action_time_mlp_out)\.'),
+    'pi05': re.compile(r'^(time_mlp_in|time_mlp_out)\.|^dit\..*norm\.dense\.'),
+}
+TITLES = {
+    'pi0': 'Pi0 (the state as a token)',
+    'pi05': 'Pi0.5 (the state in the prompt, norms modulated by time)',
+}
 
 # Applied in order; the canonical names are transformers' without their optional levels.
 RULES = [
@@ -32,6 +46,7 @@ IGNORED = re.compile(
     r'|^vlm\.language_model\.norm\.weight$'
     r'|^dit\.(embed_tokens|lm_head)\.weight$'
     r'|^vlm\.vision_tower\.head\.'
+    r'|^(un)?normalize_(inputs|outputs|targets)\.'  # statistics of early LeRobot
     r'|\.rotary_emb\.inv_freq$|\.position_ids$|\.sinusoid_freq$'
 )
 
@@ -41,6 +56,21 @@ def pi0_canonical(name: str) -> str:
     for pattern, replacement in RULES:
         name = pattern.sub(replacement, name)
     return name
+
+
+def pi0_check_family(c: Pi0Config, names: Iterable[str], where: str) -> None:
+    """Verify that stored tensors of these names are of the config's family.
+
+    :raises ConfigError: they are of the other one; the sentence says which.
+    """
+    keys = [pi0_canonical(name) for name in names]
+    found = {family for family, sign in SIGNS.items() if any(map(sign.search, keys))}
+    if found and c.family not in found:
+        other = found.pop()
+        raise ConfigError(
+            f'weights {where} are of {TITLES[other]}, the config is of {TITLES[c.family]}; '
+            f'give base: {other}, or a checkpoint of {c.family}'
+        )
 
 
 def pi0_ignored(c: Pi0Config, key: str) -> bool:
@@ -54,7 +84,10 @@ def pi0_ignored(c: Pi0Config, key: str) -> bool:
 
 
 def pi0_targets(c: Pi0Config) -> list[Target]:
-    """Return the sources of every weight of ``policies.pi0.weights.weight_specs``."""
+    """Return the sources of every weight of ``policies.pi0.weights.weight_specs``.
+
+    In Pi0.5 also those of ``policies.pi0.modulation.source_specs``.
+    """
     W, P = c.expert.width, c.prefix.width
     embed = Source(
         'vlm.language_model.embed_tokens.weight', (c.vocab, P), otherwise='vlm.lm_head.weight'
@@ -76,14 +109,28 @@ def pi0_targets(c: Pi0Config) -> list[Target]:
         Target(f'prefix.layers.{last}.kv', kv),
     ]
     for i in range(c.expert.layers):
-        targets += _gemma(f'expert.layers.{i}', f'dit.layers.{i}', c.expert)
+        ours, theirs = f'expert.layers.{i}', f'dit.layers.{i}'
+        targets += _gemma(ours, theirs, c.expert, not c.modulated)
+        if c.modulated:
+            targets += _linear(f'{ours}.norm1', f'{theirs}.input_layernorm.dense', 3 * W, W)
+            second = f'{theirs}.post_attention_layernorm.dense'
+            targets += _linear(f'{ours}.norm2', second, 3 * W, W)
+    if c.modulated:
+        targets += [
+            *_linear('expert.norm', 'dit.norm.dense', 3 * W, W),
+            *_linear('time_mlp_in', 'time_mlp_in', W, W),
+            *_linear('time_mlp_out', 'time_mlp_out', W, W),
+        ]
+    else:
+        targets += [
+            Target('expert.norm', (Source('dit.norm.weight', (W,)),)),
+            *_linear('state_in', 'state_proj', W, c.state_width),
+            *_linear('time_mlp_in', 'action_time_mlp_in', W, 2 * W),
+            *_linear('time_mlp_out', 'action_time_mlp_out', W, W),
+        ]
     return [
         *targets,
-        Target('expert.norm', (Source('dit.norm.weight', (W,)),)),
-        *_linear('state_in', 'state_proj', W, c.state_width),
         *_linear('action_in', 'action_in_proj', W, c.action_width),
-        *_linear('time_mlp_in', 'action_time_mlp_in', W, 2 * W),
-        *_linear('time_mlp_out', 'action_time_mlp_out', W, W),
         *_linear('action_out', 'action_out_proj', c.action_width, W),
     ]
 
@@ -120,13 +167,15 @@ def _vision(d: SiglipDims) -> Iterator[Target]:
     yield from _norm('vision.norm', f'{root}.post_layernorm', W)
 
 
-def _gemma(ours: str, theirs: str, d: GemmaDims) -> Iterator[Target]:
+def _gemma(ours: str, theirs: str, d: GemmaDims, norms: bool = True) -> Iterator[Target]:
     def target(name: str, *sources: tuple[str, tuple[int, ...]]) -> Target:
         return Target(
             f'{ours}.{name}', tuple(Source(f'{theirs}.{key}.weight', s) for key, s in sources)
         )
 
-    yield target('norm1', ('input_layernorm', (d.width,)))
+    if norms:
+        yield target('norm1', ('input_layernorm', (d.width,)))
+        yield target('norm2', ('post_attention_layernorm', (d.width,)))
     yield target(
         'qkv',
         ('self_attn.q_proj', (d.q_dim, d.width)),
@@ -134,6 +183,5 @@ def _gemma(ours: str, theirs: str, d: GemmaDims) -> Iterator[Target]:
         ('self_attn.v_proj', (d.kv_dim, d.width)),
     )
     yield target('out', ('self_attn.o_proj', (d.width, d.q_dim)))
-    yield target('norm2', ('post_attention_layernorm', (d.width,)))
     yield target('gate_up', ('mlp.gate_proj', (d.mlp, d.width)), ('mlp.up_proj', (d.mlp, d.width)))
     yield target('down', ('mlp.down_proj', (d.width, d.mlp)))

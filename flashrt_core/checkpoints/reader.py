@@ -1,56 +1,145 @@
-"""A thin reader of safetensors files: one file, or a folder of shards."""
+"""A thin reader of safetensors files: one file, or a folder of shards.
+
+The library checks the files; the bytes are read here, piece by piece into memory of our own. A
+mapped file would stay in the page cache for as long as it is mapped, and where CPU and GPU share
+one memory that is a second copy of the weights.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+import json
+import os
 from pathlib import Path
+import re
 from types import TracebackType
 from typing import Any
 
 from safetensors import safe_open
 from safetensors import SafetensorError
+import torch
 from torch import Tensor
 
 from flashrt_core.errors import ConfigError
 
+PIECE_BYTES = 64 << 20
+PROCESSOR = re.compile(r'^policy_(pre|post)processor')  # LeRobot's statistics
+DTYPES = {
+    'F64': torch.float64,
+    'F32': torch.float32,
+    'F16': torch.float16,
+    'BF16': torch.bfloat16,
+    'F8_E4M3': torch.float8_e4m3fn,
+    'F8_E5M2': torch.float8_e5m2,
+    'I64': torch.int64,
+    'I32': torch.int32,
+    'I16': torch.int16,
+    'I8': torch.int8,
+    'U8': torch.uint8,
+    'BOOL': torch.bool,
+}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where one tensor lies: an open file, the offset of its first byte, its dtype."""
+
+    file: int
+    offset: int
+    dtype: str
+
 
 class SafetensorsReader:
-    """Names, shapes and tensors of one checkpoint; files stay mapped until it is closed.
+    """Names, shapes and tensors of one checkpoint; its files stay open until it is closed.
 
-    :param path: a ``.safetensors`` file, or a folder whose ``.safetensors`` files are its shards.
+    :param path: a ``.safetensors`` file, or a folder whose ``.safetensors`` files are its shards
+        (LeRobot's processor files beside them are none).
+    :param drop_cache: take what was read out of the page cache again.
     :raises ConfigError: nothing there, a file that is not safetensors, a name in two shards.
 
-    Any thread; one reader must not be shared by threads at the same time.
+    Any thread; threads may read different tensors at the same time.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, drop_cache: bool = False) -> None:
         self.path = Path(path)
-        self._files: list[Any] = []
-        self._where: dict[str, Any] = {}
+        self._drop = drop_cache
+        self._files: list[int] = []
+        self._where: dict[str, Stored] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
-        for file in _files(self.path):
-            try:
-                handle = safe_open(str(file), framework='pt', device='cpu')
-            except (SafetensorError, OSError) as error:
+        try:
+            for file in _files(self.path):
+                self._open(file)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, path: Path) -> None:
+        try:
+            with safe_open(str(path), framework='pt', device='cpu') as checked:
+                shapes = {n: tuple(checked.get_slice(n).get_shape()) for n in checked.keys()}
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._files.append(file)
+            begin, entries = _header(file)
+        except (SafetensorError, OSError, ValueError) as error:
+            raise ConfigError(f'weights {path} cannot be read as safetensors: {error}') from error
+        for name, shape in shapes.items():
+            if name in self._where:
                 raise ConfigError(
-                    f'weights {file} cannot be read as safetensors: {error}'
-                ) from error
-            self._files.append(handle)
-            for name in handle.keys():
-                if name in self._where:
-                    raise ConfigError(
-                        f'weights {self.path} hold {name!r} twice, again in {file.name}'
-                    )
-                self._where[name] = handle
-                self.shapes[name] = tuple(handle.get_slice(name).get_shape())
+                    f'weights {self.path} hold {name!r} twice, again in {path.name}'
+                )
+            offset, dtype = entries[name]['data_offsets'][0], entries[name]['dtype']
+            self._where[name] = Stored(file, begin + offset, dtype)
+            self.shapes[name] = shape
+
+    def pieces(self, name: str) -> Iterator[tuple[int, Tensor]]:
+        """Give (first row, rows) of one tensor, CPU tensors in the file's dtype, in order.
+
+        :raises ConfigError: the file ends early or cannot be read, or its dtype is unknown.
+        """
+        stored, shape = self._where[name], self.shapes[name]
+        dtype = DTYPES.get(stored.dtype)
+        if dtype is None:
+            raise ConfigError(
+                f'weights {name!r} are {stored.dtype}; give a checkpoint in one of '
+                f'{[str(dtype) for dtype in DTYPES.values()]}'
+            )
+        whole = torch.Size(shape[1:]).numel() * dtype.itemsize  # bytes of a row
+        step = max(1, PIECE_BYTES // max(1, whole))
+        for row in range(0, shape[0] if shape else 1, step):
+            rows = min(step, shape[0] - row) if shape else 1
+            data = torch.empty(rows * whole, dtype=torch.uint8)
+            self._read(stored.file, stored.offset + row * whole, data.numpy().data, name)
+            yield row, data.view(dtype).view((rows, *shape[1:]) if shape else ())
 
     def read(self, name: str) -> Tensor:
-        """Return one tensor on the CPU in the file's dtype."""
-        tensor: Tensor = self._where[name].get_tensor(name)
-        return tensor
+        """Return one whole tensor on the CPU in the file's dtype."""
+        parts = [piece for _, piece in self.pieces(name)]
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def _read(self, file: int, offset: int, into: memoryview, name: str) -> None:
+        done = 0
+        try:
+            while done < len(into):
+                count = os.preadv(file, [into[done:]], offset + done)
+                if count == 0:
+                    raise OSError('the file ends early')
+                done += count
+            if self._drop:
+                os.posix_fadvise(file, offset, len(into), os.POSIX_FADV_DONTNEED)
+        except OSError as error:
+            raise ConfigError(
+                f'weights {self.path} cannot be read at {name!r}: {error}; copy the checkpoint '
+                'again'
+            ) from error
 
     def close(self) -> None:
-        """Drop the mapped files."""
-        self._files.clear()
+        """Close the files; reading afterwards is a mistake."""
+        while self._files:
+            file = self._files.pop()
+            if self._drop:
+                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(file)
         self._where.clear()
 
     def __enter__(self) -> SafetensorsReader:
@@ -65,10 +154,18 @@ class SafetensorsReader:
         self.close()
 
 
+def _header(file: int) -> tuple[int, dict[str, Any]]:
+    """Return where the bytes begin and the entries by name, of a file the library has checked."""
+    size = int.from_bytes(os.pread(file, 8, 0), 'little')
+    return 8 + size, json.loads(os.pread(file, size, 8))
+
+
 def _files(path: Path) -> list[Path]:
     try:
         if path.is_dir():
-            found = sorted(path.glob('*.safetensors'))
+            found = sorted(
+                file for file in path.glob('*.safetensors') if not PROCESSOR.search(file.name)
+            )
             if not found:
                 raise ConfigError(f'weights folder {path} holds no .safetensors file')
             return found

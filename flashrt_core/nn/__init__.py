@@ -8,6 +8,10 @@ from flashrt_core.nn.gemma import GemmaDims
 from flashrt_core.nn.gemma import GemmaLayer
 from flashrt_core.nn.gemma import prefix_layer
 from flashrt_core.nn.gemma import project_kv
+from flashrt_core.nn.modulated import modulated_expert_layer
+from flashrt_core.nn.modulated import modulated_layer
+from flashrt_core.nn.modulated import modulated_norm
+from flashrt_core.nn.modulated import ModulatedLayer
 from flashrt_core.nn.norms import layer_norm
 from flashrt_core.nn.norms import rms_norm
 from flashrt_core.nn.rope import rope_frequencies
@@ -22,6 +26,7 @@ from flashrt_core.nn.time import time_table
 __all__ = [
     'GemmaDims',
     'GemmaLayer',
+    'ModulatedLayer',
     'SiglipDims',
     'SiglipLayer',
     'attend',
@@ -29,6 +34,9 @@ __all__ = [
     'expert_layer',
     'gemma_layer',
     'layer_norm',
+    'modulated_expert_layer',
+    'modulated_layer',
+    'modulated_norm',
     'prefix_layer',
     'project_kv',
     'rms_norm',

@@ -61,7 +61,14 @@ def project_qkv(
     x: Tensor, norm: Tensor, qkv: Tensor, cos: Tensor, sin: Tensor, dims: GemmaDims
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Norm, project, rotate x [B, S, width] -> q [B, S, heads, D], k and v [B, S, kv_heads, D]."""
-    y = F.linear(rms_norm(x, norm, dims.eps), qkv).unflatten(-1, (-1, dims.head_dim))
+    return rotate_qkv(F.linear(rms_norm(x, norm, dims.eps), qkv), cos, sin, dims)
+
+
+def rotate_qkv(
+    projected: Tensor, cos: Tensor, sin: Tensor, dims: GemmaDims
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Cut [B, S, qkv_dim] into q [B, S, heads, D], k and v [B, S, kv_heads, D]; rotate q and k."""
+    y = projected.unflatten(-1, (-1, dims.head_dim))
     qk, v = y.split([dims.heads + dims.kv_heads, dims.kv_heads], dim=2)
     q, k = rotate(qk, cos, sin).split([dims.heads, dims.kv_heads], dim=2)
     return q, k, v
@@ -70,8 +77,13 @@ def project_qkv(
 def finish_layer(x: Tensor, attended: Tensor, w: GemmaLayer, dims: GemmaDims) -> Tensor:
     """Add attention output and gated MLP (gelu-tanh) to the stream x [B, S, width]."""
     x = x + F.linear(attended, w.out)
-    gate, up = F.linear(rms_norm(x, w.norm2, dims.eps), w.gate_up).chunk(2, dim=-1)
-    return x + F.linear(F.gelu(gate, approximate='tanh') * up, w.down)
+    return x + gated_mlp(rms_norm(x, w.norm2, dims.eps), w.gate_up, w.down)
+
+
+def gated_mlp(y: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """Gated MLP (gelu-tanh) of y [B, S, width]."""
+    gate, up = F.linear(y, gate_up).chunk(2, dim=-1)
+    return F.linear(F.gelu(gate, approximate='tanh') * up, down)
 
 
 def project_kv(

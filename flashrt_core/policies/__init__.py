@@ -14,7 +14,7 @@ from flashrt_core.policies.protocol import TickInput
 from flashrt_core.policies.text import make_tokenizer
 from flashrt_core.policies.text import Tokenizer
 
-POLICIES = ('pi0',)
+POLICIES = ('pi0', 'pi05')
 
 __all__ = [
     'Chunk',
@@ -38,10 +38,10 @@ def make_policy(name: str) -> Policy:
 
     :raises ConfigError: an unknown name.
     """
-    if name == 'pi0':
+    if name in POLICIES:
         from flashrt_core.policies.pi0 import (
             Pi0Policy,  # a family is imported when it is asked for
         )
 
-        return Pi0Policy()
+        return Pi0Policy(name)
     raise ConfigError(f'policy {name!r} is unknown; choose from {list(POLICIES)}')

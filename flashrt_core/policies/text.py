@@ -1,19 +1,34 @@
-"""Text to token ids: the seam, and a small tokenizer for the tabletop's commands."""
+"""Text to token ids: the seam, a small tokenizer for the tabletop, and SentencePiece files."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+import hashlib
+from pathlib import Path
 import re
+from typing import Any
 from typing import Protocol
 
 from flashrt_core.errors import ConfigError
 
 
 class Tokenizer(Protocol):
-    """Text to ids and back; the same text always gives the same ids."""
+    """Text to ids and back; the same text always gives the same ids. Any thread.
 
-    name: str
-    vocab: int
+    ``begin``: ids that every prompt begins with. ``identity``: equal for equal ids of all texts.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def vocab(self) -> int: ...
+
+    @property
+    def begin(self) -> tuple[int, ...]: ...
+
+    @property
+    def identity(self) -> str: ...
 
     def encode(self, text: str, limit: int) -> list[int]:
         """Return at most ``limit`` ids; raises ConfigError for a longer text."""
@@ -46,7 +61,8 @@ class WordTokenizer:
     case differ: upper case goes by bytes.
     """
 
-    name = 'words'
+    name = identity = 'words'
+    begin = ()
 
     def __init__(self) -> None:
         self._ids = {word: FIRST_WORD + i for i, word in enumerate(WORDS)}
@@ -95,12 +111,75 @@ class WordTokenizer:
         return text
 
 
+class SentencePieceTokenizer:
+    """A user's SentencePiece file, such as PaliGemma's ``tokenizer.model``.
+
+    :param path: the file.
+    :raises ConfigError: sentencepiece is not installed, or the file is missing or something else.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.name = str(path)
+        try:
+            import sentencepiece  # optional: only this tokenizer needs it
+        except ImportError:
+            raise ConfigError(
+                f'tokenizer {self.name!r:.200} needs the package sentencepiece; install it with '
+                "'pip install sentencepiece', or give the policy token ids"
+            ) from None
+        try:
+            data = Path(path).read_bytes()
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f'tokenizer {self.name!r:.200} cannot be read: {error}; give the tokenizer.model '
+                'that goes with the checkpoint'
+            ) from None
+        self._model: Any = sentencepiece.SentencePieceProcessor()
+        try:
+            self._model.LoadFromSerializedProto(data)
+            self.vocab = int(self._model.vocab_size())
+        except (RuntimeError, TypeError) as error:
+            raise ConfigError(
+                f'tokenizer {self.name!r:.200} is not a SentencePiece model: {error}; give the '
+                'tokenizer.model that goes with the checkpoint'
+            ) from None
+        first = int(self._model.bos_id())
+        self.begin = (first,) if first >= 0 else ()
+        self.identity = f'sentencepiece {hashlib.sha256(data).hexdigest()}'
+
+    def encode(self, text: str, limit: int) -> list[int]:
+        """Return the ids of ``text``, at most ``limit``, without those of ``begin``.
+
+        :raises ConfigError: it needs more; the message says how many.
+        """
+        tokens: list[int] = self._model.encode(text)
+        if len(tokens) > limit:
+            raise ConfigError(f'text {text!r:.80} has {len(tokens)} tokens; give at most {limit}')
+        return tokens
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of ``tokens``; control tokens are skipped.
+
+        :raises ConfigError: an id outside the vocabulary.
+        """
+        for token in tokens:
+            if not 0 <= token < self.vocab:
+                raise ConfigError(f'token {token} is outside the vocabulary of {self.vocab}')
+        text: str = self._model.decode([int(token) for token in tokens])
+        return text
+
+
 def make_tokenizer(name: str) -> Tokenizer:
     """
-    Return the tokenizer called ``name``.
+    Return the tokenizer called ``name``: 'words', or the path of a SentencePiece ``.model`` file.
 
-    :raises ConfigError: an unknown or empty name.
+    :raises ConfigError: an unknown or empty name, or a file that does not serve.
     """
     if name == 'words':
         return WordTokenizer()
-    raise ConfigError(f"tokenizer {name!r} is unknown; use 'words', or give the policy token ids")
+    if name.endswith('.model'):
+        return SentencePieceTokenizer(name)
+    raise ConfigError(
+        f"tokenizer {name!r} is unknown; use 'words' or the path of a tokenizer.model, or give "
+        'the policy token ids'
+    )

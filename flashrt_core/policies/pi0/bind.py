@@ -1,51 +1,45 @@
-"""Bind Pi0: constants, buffers, graphs, plans, boundary; everything that can fail, fails here."""
+"""Bind Pi0 or Pi0.5: constants, buffers, graphs, plans, boundary; what can fail, fails here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from flashrt_core.capsule import Boundary
 from flashrt_core.capsule import Identity
 from flashrt_core.capsule import numerics_of
-from flashrt_core.capsule import weights_digest
-from flashrt_core.checkpoints import assemble
-from flashrt_core.checkpoints import check_keys
-from flashrt_core.checkpoints import pi0_canonical
-from flashrt_core.checkpoints import pi0_ignored
-from flashrt_core.checkpoints import pi0_targets
-from flashrt_core.checkpoints import SafetensorsReader
+from flashrt_core.checkpoints import pi0_statistics
+from flashrt_core.errors import ConfigError
+from flashrt_core.policies.normalise import affine
 from flashrt_core.policies.pi0.config import load_config
 from flashrt_core.policies.pi0.config import Pi0Config
 from flashrt_core.policies.pi0.graphs import forward_of
 from flashrt_core.policies.pi0.graphs import make_graphs
 from flashrt_core.policies.pi0.layout import buffer_specs
 from flashrt_core.policies.pi0.layout import STATE
+from flashrt_core.policies.pi0.load import Digests
+from flashrt_core.policies.pi0.load import load_constants
 from flashrt_core.policies.pi0.session import Pi0Session
 from flashrt_core.policies.pi0.session import reset_state
-from flashrt_core.policies.pi0.weights import random_weight
-from flashrt_core.policies.pi0.weights import tables
-from flashrt_core.policies.pi0.weights import weight_specs
+from flashrt_core.policies.prompts import make_prompts
+from flashrt_core.policies.prompts import StateText
 from flashrt_core.policies.protocol import Progress
+from flashrt_core.policies.text import make_tokenizer
+from flashrt_core.policies.text import Tokenizer
 from flashrt_core.runtime import Backend
 from flashrt_core.runtime import BufferSet
 from flashrt_core.runtime import Lane
 from flashrt_core.runtime import Plan
-from flashrt_core.runtime import Role
-
-LOADERS = 4
 
 
 class Pi0Policy:
-    """The Pi0 family."""
+    """Pi0 and Pi0.5: ``family`` 'pi0' or 'pi05' takes configs of that one, empty takes either."""
 
-    name = 'pi0'
+    def __init__(self, family: str = '') -> None:
+        self._family = family
+        self.name = family or 'pi0'
 
     def bind(self, backend: Backend, config: Any, progress: Progress | None = None) -> Pi0Session:
         """Return a session ready to tick; any thread, seconds to minutes.
@@ -56,9 +50,17 @@ class Pi0Policy:
         :raises OutOfMemory, CaptureFailed: the device refuses.
         """
         c = load_config(config)
+        if self._family not in ('', c.family):
+            raise ConfigError(
+                f'the policy is {self._family!r}, its config is of the family {c.family!r}; set '
+                f'policy to {c.family!r} or give another config'
+            )
+        c = pi0_statistics(c)
+        prompts = make_prompts(c.tokenizer, c.family, c.vocab, bool(c.weights))
+        state_text = state_text_of(c, prompts)
         tell = progress or (lambda stage, fraction: None)
         buffers = BufferSet(backend, buffer_specs(c), rows=c.rows, name=self.name)
-        digest = load_constants(c, buffers, lambda fraction: tell('load', fraction))
+        digests = load_constants(c, buffers, lambda fraction: tell('load', fraction))
         backend.synchronize()  # zeroing ran on another stream than the captures will
         tell('bind', 0.0)
         lane = Lane(backend, self.name).start()
@@ -74,7 +76,7 @@ class Pi0Policy:
             lane.seal()
             boundary = Boundary(
                 buffers,
-                lane.call(partial(make_identity, c, digest, backend)).result(),
+                lane.call(partial(make_identity, c, digests, prompts, backend)).result(),
                 position=lambda: int(buffers['tick'].tensor[0]),
                 order=STATE,
                 session=self.name,
@@ -84,14 +86,41 @@ class Pi0Policy:
             lane.close()
             raise
         tell('warm up', 1.0)
-        return Pi0Session(c, buffers, lane, plans, boundary)
+        return Pi0Session(c, buffers, lane, plans, boundary, prompts, state_text)
 
 
-def make_identity(c: Pi0Config, digest: str, backend: Backend) -> Identity:
-    """Return who a state belongs to: config and weights, device and libraries; lane thread."""
-    layout = {'family': 'pi0', 'weights': digest, **c.layout()}
+def state_text_of(c: Pi0Config, prompts: Tokenizer | None) -> StateText | None:
+    """Return what writes the state into Pi0.5's prompt; None for Pi0.
+
+    :raises ConfigError: there is no tokenizer, or it does not serve.
+    """
+    if not c.modulated:
+        return None
+    if prompts is None:
+        raise ConfigError(
+            'Pi0.5 writes the state into its prompt and needs a tokenizer; set tokenizer to the '
+            "path of PaliGemma's tokenizer.model"
+        )
+    scale = affine(c.statistics, 'state', c.normalised_by, c.state_dim)
+    return StateText(make_tokenizer(c.tokenizer), scale, c.state_dim, c.state_tokens)
+
+
+def make_identity(
+    c: Pi0Config, digests: Digests, prompts: Tokenizer | None, backend: Backend
+) -> Identity:
+    """Return who a state belongs to: config and weights, device and libraries; lane thread.
+
+    The tokenizer counts where a tick reads through it. What was derived from the weights at bind
+    counts as numerics: another machine may round it differently.
+    """
+    layout = {'family': c.family, 'weights': digests.weights, **c.layout()}
+    if c.modulated and prompts is not None:
+        layout['tokenizer'] = prompts.identity
     forward = forward_of(c, backend.device).__name__.rsplit('.', 1)[-1]
-    return Identity(layout, numerics_of(backend.device, {'forward': f'pi0.{forward}'}))
+    extra = {'forward': f'pi0.{forward}'}
+    if digests.derived:
+        extra['modulation'] = digests.derived
+    return Identity(layout, numerics_of(backend.device, extra))
 
 
 def use_threads(c: Pi0Config, backend: Backend) -> None:
@@ -110,7 +139,7 @@ def capture_plans(c: Pi0Config, buffers: BufferSet, lane: Lane, tell: Progress) 
     plans: dict[int, Plan] = {}
     for i, rows in enumerate(c.row_keys):
         tell('capture', i / len(c.row_keys))
-        plan = Plan(f'pi0 tick, {rows} rows')
+        plan = Plan(f'{c.family} tick, {rows} rows')
         last: tuple[int, ...] = ()
         for graph, key in ((vision, (views,)), (prefix, (views,)), (denoise, (views, rows))):
             graph.capture(key, lane)
@@ -119,41 +148,3 @@ def capture_plans(c: Pi0Config, buffers: BufferSet, lane: Lane, tell: Progress) 
         plans[rows] = plan
     tell('capture', 1.0)
     return plans
-
-
-def load_constants(c: Pi0Config, buffers: BufferSet, tell: Callable[[float], None]) -> str:
-    """Fill every CONSTANT buffer and return the digest of them all."""
-    specs = weight_specs(c)
-    jobs: list[tuple[str, Callable[[], Tensor]]] = [
-        (name, tensor.clone) for name, tensor in tables(c).items()
-    ]
-    if not c.weights:
-        jobs += [(n, partial(random_weight, n, specs[n], c.weight_seed)) for n in specs]
-        _fill(buffers, jobs, tell)
-    else:
-        with SafetensorsReader(c.weights) as reader:
-            targets = pi0_targets(c)
-            names = check_keys(
-                targets, reader.shapes, pi0_canonical, partial(pi0_ignored, c), str(reader.path)
-            )
-            jobs += [
-                (t.name, partial(assemble, t, names, reader.read, specs[t.name].dtype))
-                for t in targets
-            ]
-            _fill(buffers, jobs, tell)
-    return weights_digest({b.name: b.tensor for b in buffers.by_role(Role.CONSTANT)})
-
-
-def _fill(
-    buffers: BufferSet,
-    jobs: Sequence[tuple[str, Callable[[], Tensor]]],
-    tell: Callable[[float], None],
-) -> None:
-    """Make every tensor and copy it to its buffer, a few at a time."""
-
-    def fill(job: tuple[str, Callable[[], Tensor]]) -> None:
-        buffers[job[0]].tensor.copy_(job[1]())
-
-    with ThreadPoolExecutor(LOADERS, thread_name_prefix='load') as pool:
-        for done, _ in enumerate(pool.map(fill, jobs), start=1):
-            tell(done / len(jobs))

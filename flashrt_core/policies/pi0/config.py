@@ -46,7 +46,8 @@ class Pi0Config:
     ``normalisation``: see policies/normalise.py; empty = the checkpoint's, else the family's.
     ``time_dtype``: 'float64' embeds flow time as openpi does, 'float32' as transformers does.
     ``cpu_threads``: of torch on the cpu backend, 0 leaves torch's own choice.
-    ``seed``: of a fresh session. ``units``: of each action. ``tokenizer``: see policies/text.py.
+    ``seed``: of a fresh session. ``units``: of each action. ``tokenizer``: 'words' or the path of
+    a SentencePiece ``tokenizer.model``; Pi0.5 needs one, Pi0 then takes text, else token ids.
     """
 
     views: tuple[str, ...]
@@ -277,7 +278,14 @@ TINY = Pi0Config(
     cpu_threads=1,
 )
 
-PI05 = replace(PI0, family='pi05', prompt_tokens=64, subgoal_tokens=64, state_tokens=136)
+PI05 = replace(
+    PI0,
+    family='pi05',
+    prompt_tokens=64,
+    subgoal_tokens=64,
+    state_tokens=136,
+    tokenizer='words',
+)
 
 PI05_TINY = replace(
     TINY,

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from flashrt_core.policies.pi0 import fast
 from flashrt_core.policies.pi0 import layout
 from flashrt_core.policies.pi0 import model
+from flashrt_core.policies.pi0 import pi05
 from flashrt_core.policies.pi0.config import Pi0Config
 from flashrt_core.runtime import BufferSet
 from flashrt_core.runtime import Graph
@@ -59,13 +60,18 @@ def make_graphs(c: Pi0Config, buffers: BufferSet) -> tuple[Graph, ...]:
 
 
 def forward_of(c: Pi0Config, device: torch.device) -> ModuleType:
-    """Return ``fast`` where its kernels serve these sizes on this device, else ``model``."""
+    """Return ``fast`` where its kernels serve these sizes on this device, else ``model``.
+
+    Pi0.5 has its own, which differs in the expert.
+    """
+    if c.modulated:
+        return pi05
     return fast if fast.selected(c, device) else model
 
 
 def vision_body(c: Pi0Config, forward: ModuleType, b: Ports, key: ShapeKey) -> None:
     """Copy the inputs in and encode the views into ``image_tokens``."""
-    for name in layout.INPUTS:
+    for name in layout.inputs(c):
         b[f'input.{name}'].copy_(b[f'host.{name}'], non_blocking=True)
     b['image_tokens'].copy_(forward.encode_views(b['input.images'], b, c))
 
@@ -83,18 +89,35 @@ def prefix_body(c: Pi0Config, forward: ModuleType, b: Ports, key: ShapeKey) -> N
     _latch(b, subgoal[0], 'subgoal_tokens', subgoal[layout.SUBGOAL_HEAD :])
 
     views = b['input.control'][layout.VIEW_MASK :].bool()  # [V]
-    slots = torch.arange(max(c.prompt_tokens, c.subgoal_tokens), device=views.device)
-    mask = torch.cat(
-        [
-            views[:, None].expand(-1, c.vision.tokens).flatten(),
-            slots[: c.prompt_tokens] < b['next.prompt_length'],
-            slots[: c.subgoal_tokens] < b['next.subgoal_length'],
-        ]
-    )  # [P]
+    text, said = language(c, b)
+    mask = torch.cat([views[:, None].expand(-1, c.vision.tokens).flatten(), said])  # [P]
     b['prefix_mask'].copy_(mask)
-    text = torch.cat([b['next.prompt_tokens'], b['next.subgoal_tokens']])
     text = text.clamp(0, c.vocab - 1)  # padding may hold anything
     forward.encode_prefix(b['image_tokens'], text, mask, b['prefix_kv'], b, c)
+
+
+def language(c: Pi0Config, b: Ports) -> tuple[Tensor, Tensor]:
+    """Return token ids and validity [text_tokens] of this tick's language.
+
+    Pi0 reads the prompt, then the subgoal. Pi0.5 reads one task, the subgoal where there is one
+    and else the prompt, and then the state: a subgoal is the low-level command that a planner
+    makes of the prompt (arXiv 2504.16054, section IV).
+    """
+    prompt, subgoal = b['next.prompt_tokens'], b['next.subgoal_tokens']
+    slots = torch.arange(c.text_tokens, device=prompt.device)
+    in_prompt = slots[: c.prompt_tokens] < b['next.prompt_length']
+    in_subgoal = slots[: c.subgoal_tokens] < b['next.subgoal_length']
+    if not c.modulated:
+        return torch.cat([prompt, subgoal]), torch.cat([in_prompt, in_subgoal])
+    planned, room = b['next.subgoal_length'] > 0, c.text_tokens - c.state_tokens
+
+    def task(of_subgoal: Tensor, of_prompt: Tensor) -> Tensor:
+        a, z = (F.pad(t, (0, room - len(t))) for t in (of_subgoal, of_prompt))
+        return torch.where(planned, a, z)
+
+    length, state = b['input.state_text'].split([layout.STATE_TEXT_HEAD, c.state_tokens])
+    text = torch.cat([task(subgoal, prompt), state.to(prompt.dtype)])
+    return text, torch.cat([task(in_subgoal, in_prompt), slots[: c.state_tokens] < length])
 
 
 def denoise_body(c: Pi0Config, forward: ModuleType, b: Ports, key: ShapeKey) -> None:

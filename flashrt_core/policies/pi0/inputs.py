@@ -15,6 +15,7 @@ from flashrt_core.errors import ObservationMissing
 from flashrt_core.errors import ObservationNonFinite
 from flashrt_core.policies.pi0 import layout
 from flashrt_core.policies.pi0.config import Pi0Config
+from flashrt_core.policies.prompts import StateText
 from flashrt_core.policies.protocol import SubgoalWrite
 from flashrt_core.policies.protocol import TickInput
 from flashrt_core.runtime import BufferSet
@@ -48,12 +49,20 @@ def check_input(t: TickInput, rows: int, c: Pi0Config) -> None:
             raise ConfigError('noise holds NaN or infinity; give finite values')
 
 
-def write_input(t: TickInput, rows: int, buffers: BufferSet, c: Pi0Config) -> None:
+def write_input(
+    t: TickInput,
+    rows: int,
+    buffers: BufferSet,
+    c: Pi0Config,
+    state_text: StateText | None = None,
+) -> None:
     """Write a checked input into the ``host.*`` buffers; lane thread, no plan running.
 
     Every field is written each time, so nothing of an earlier tick is left.
+
+    :param state_text: of Pi0.5, turns the normalised state into token ids.
     """
-    host = {name: buffers[f'host.{name}'].tensor.numpy() for name in layout.INPUTS}
+    host = {name: buffers[f'host.{name}'].tensor.numpy() for name in layout.inputs(c)}
     control = host['control']
     control[layout.STEPS_EXECUTED] = t.steps_executed
     control[layout.DELAY_STEPS] = t.delay_steps
@@ -68,9 +77,18 @@ def write_input(t: TickInput, rows: int, buffers: BufferSet, c: Pi0Config) -> No
     host['noise'][:] = 0.0
     if t.noise is not None:
         host['noise'][:rows] = t.noise
+    if c.modulated:
+        assert state_text is not None
+        _write_state(host['state_text'], state_text.tokens(t.state))
     _write_text(host['prompt'], layout.PROMPT_HEAD, t.prompt)
     _write_text(host['subgoal'], layout.SUBGOAL_HEAD, t.subgoal.tokens if t.subgoal else None)
     host['subgoal'][2] = t.subgoal.sequence if t.subgoal else 0
+
+
+def _write_state(slot: np.ndarray, tokens: Sequence[int]) -> None:
+    slot[:] = 0
+    slot[0] = len(tokens)
+    slot[layout.STATE_TEXT_HEAD : layout.STATE_TEXT_HEAD + len(tokens)] = tokens
 
 
 def _write_text(slot: np.ndarray, head: int, tokens: Sequence[int] | None) -> None:

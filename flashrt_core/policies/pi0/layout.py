@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 
 from flashrt_core.policies.pi0.config import Pi0Config
+from flashrt_core.policies.pi0.modulation import MODULATION
+from flashrt_core.policies.pi0.modulation import table_spec
 from flashrt_core.policies.pi0.weights import tables
 from flashrt_core.policies.pi0.weights import weight_specs
 from flashrt_core.policies.protocol import Modality
@@ -23,8 +25,9 @@ I32, I64, F32, U8 = torch.int32, torch.int64, torch.float32, torch.uint8
 # Fields of the control vector, before the mask of the views.
 STEPS_EXECUTED, DELAY_STEPS, SEED_FLAG, SEED, NOISE_FLAG = range(5)
 VIEW_MASK = 5
-# Text slots: prompt [flag, length, tokens...], subgoal [flag, length, sequence, tokens...].
-PROMPT_HEAD, SUBGOAL_HEAD = 2, 3
+# Text slots: prompt [flag, length, tokens...], subgoal [flag, length, sequence, tokens...],
+# and in Pi0.5 state_text [length, tokens...].
+PROMPT_HEAD, SUBGOAL_HEAD, STATE_TEXT_HEAD = 2, 3, 1
 
 INPUTS = ('images', 'control', 'prompt', 'subgoal', 'state', 'noise')
 STATE = (
@@ -53,16 +56,24 @@ def ports(c: Pi0Config) -> tuple[PortSpec, ...]:
     )
 
 
+def inputs(c: Pi0Config) -> tuple[str, ...]:
+    """Return the names of the inputs, without ``host.`` or ``input.``."""
+    return (*INPUTS, 'state_text') if c.modulated else INPUTS
+
+
 def input_shapes(c: Pi0Config) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Return dtype and shape of every input but noise, which alone has the row axis."""
     side = c.vision.image_size
-    return {
+    shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
         'images': (U8, (len(c.views), side, side, 3)),
         'control': (I64, (VIEW_MASK + len(c.views),)),
         'prompt': (I64, (PROMPT_HEAD + c.prompt_tokens,)),
         'subgoal': (I64, (SUBGOAL_HEAD + c.subgoal_tokens,)),
         'state': (F32, (c.state_dim,)),
     }
+    if c.modulated:
+        shapes['state_text'] = (I64, (STATE_TEXT_HEAD + c.state_tokens,))
+    return shapes
 
 
 def state_specs(c: Pi0Config) -> list[BufferSpec]:
@@ -112,6 +123,9 @@ def buffer_specs(c: Pi0Config) -> list[BufferSpec]:
     ]
     constants = {name: (s.dtype, s.shape) for name, s in weight_specs(c).items()}
     constants |= {name: (t.dtype, tuple(t.shape)) for name, t in tables(c).items()}
+    if c.modulated:
+        table = table_spec(c)
+        constants[MODULATION] = (table.dtype, table.shape)
     specs += [
         BufferSpec(name, Role.CONSTANT, dtype, shape, rows=False)
         for name, (dtype, shape) in constants.items()

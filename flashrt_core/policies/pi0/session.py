@@ -21,8 +21,10 @@ from flashrt_core.policies.pi0.inputs import check_input
 from flashrt_core.policies.pi0.inputs import check_range
 from flashrt_core.policies.pi0.inputs import write_input
 from flashrt_core.policies.pi0.layout import ports
+from flashrt_core.policies.prompts import StateText
 from flashrt_core.policies.protocol import Chunk
 from flashrt_core.policies.protocol import TickInput
+from flashrt_core.policies.text import Tokenizer
 from flashrt_core.runtime import BufferSet
 from flashrt_core.runtime import Lane
 from flashrt_core.runtime import LaneResult
@@ -51,12 +53,21 @@ class Pi0Session:
         lane: Lane,
         plans: Mapping[int, Plan],
         boundary: Boundary,
+        tokenizer: Tokenizer | None = None,
+        state_text: StateText | None = None,
     ) -> None:
+        """Take over what ``Pi0Policy.bind`` made.
+
+        :param tokenizer: turns a prompt or subgoal into this family's form of it.
+        :param state_text: of Pi0.5, turns the state of a tick into token ids.
+        """
         self.config = config
+        self.tokenizer = tokenizer
         self.buffers = buffers
         self.lane = lane
         self.boundary = boundary
         self.ports = ports(config)
+        self._state_text = state_text
         self._plans = dict(plans)
         self.plan_keys: dict[int, dict[str, tuple[Any, ...]]] = {
             rows: {s.label: s.key for s in plan.segments} for rows, plan in plans.items()
@@ -85,7 +96,7 @@ class Pi0Session:
 
         def before() -> None:
             self.boundary.check_usable()
-            write_input(tick_input, rows, self.buffers, self.config)
+            write_input(tick_input, rows, self.buffers, self.config, self._state_text)
 
         result: Future[Chunk] = Future()
         result.set_running_or_notify_cancel()

@@ -1,8 +1,9 @@
-"""Pi0's constants: names, shapes, random initial values and tables.
+"""Constants of Pi0 and Pi0.5: names, shapes, random initial values and tables.
 
 Projections that read the same input are stored one below the other (``qkv``, ``gate_up``), so one
 matmul serves them. The prefix' last layer needs keys and values only; its rest and the final norm
-of the language model are never computed and not stored.
+of the language model are never computed and not stored. Of Pi0.5's norms in the expert and of its
+time MLP nothing is stored but what they come to, see modulation.py.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from flashrt_core.nn import GemmaDims
 from flashrt_core.nn import rope_frequencies
 from flashrt_core.nn import SiglipDims
 from flashrt_core.nn import time_table
+from flashrt_core.policies.normalise import affine
 from flashrt_core.policies.pi0.config import Pi0Config
 
 
@@ -36,7 +38,7 @@ class WeightSpec:
 def weight_specs(c: Pi0Config) -> dict[str, WeightSpec]:
     """Return every weight by name. Matrices have ``c.dtype``; norms and action heads float32."""
     specs = dict(_vision(c.vision, c.torch_dtype))
-    specs.update(_linear('projector', c.prefix.width, c.vision.width, c.torch_dtype))
+    specs.update(linear_specs('projector', c.prefix.width, c.vision.width, c.torch_dtype))
     specs['prefix.embed'] = WeightSpec(
         (c.vocab, c.prefix.width), c.torch_dtype, c.prefix.width**-0.5
     )
@@ -46,20 +48,25 @@ def weight_specs(c: Pi0Config) -> dict[str, WeightSpec]:
     specs[f'prefix.layers.{last}.norm1'] = WeightSpec((c.prefix.width,), torch.float32)
     specs[f'prefix.layers.{last}.kv'] = _matrix(2 * c.prefix.kv_dim, c.prefix.width, c.torch_dtype)
     for i in range(c.expert.layers):
-        specs.update(_gemma(f'expert.layers.{i}', c.expert, c.torch_dtype))
-    specs['expert.norm'] = WeightSpec((c.expert.width,), torch.float32)
+        specs.update(_gemma(f'expert.layers.{i}', c.expert, c.torch_dtype, not c.modulated))
     W = c.expert.width
-    specs.update(_linear('state_in', W, c.state_width, torch.float32))
-    specs.update(_linear('action_in', W, c.action_width, torch.float32))
-    specs.update(_linear('time_mlp_in', W, 2 * W, torch.float32))
-    specs.update(_linear('time_mlp_out', W, W, torch.float32))
-    specs.update(_linear('action_out', c.action_width, W, torch.float32))
+    if not c.modulated:
+        specs['expert.norm'] = WeightSpec((W,), torch.float32)
+        specs.update(linear_specs('state_in', W, c.state_width, torch.float32))
+        specs.update(linear_specs('time_mlp_in', W, 2 * W, torch.float32))
+        specs.update(linear_specs('time_mlp_out', W, W, torch.float32))
+    specs.update(linear_specs('action_in', W, c.action_width, torch.float32))
+    specs.update(linear_specs('action_out', c.action_width, W, torch.float32))
     return specs
 
 
 def tables(c: Pi0Config) -> dict[str, Tensor]:
-    """Return the other constants, float32 on the CPU: rope, time embeddings and statistics."""
-    s = c.statistics
+    """Return the other constants, float32 on the CPU: rope, time embeddings and statistics.
+
+    ``mean`` and ``std`` are shift and scale of the normalisation, whichever it is.
+    """
+    state = affine(c.statistics, 'state', c.normalised_by, c.state_dim)
+    action = affine(c.statistics, 'action', c.normalised_by, c.action_dim)
     relative = torch.zeros(c.action_dim)
     relative[list(c.relative)] = 1.0
     return {
@@ -67,10 +74,10 @@ def tables(c: Pi0Config) -> dict[str, Tensor]:
         'table.time': time_table(
             c.flow_steps, c.expert.width, c.min_period, c.max_period, getattr(torch, c.time_dtype)
         ),
-        'table.state_mean': torch.tensor(s.state_mean or (0.0,) * c.state_dim),
-        'table.state_std': torch.tensor(s.state_std or (1.0,) * c.state_dim),
-        'table.action_mean': torch.tensor(s.action_mean or (0.0,) * c.action_dim),
-        'table.action_std': torch.tensor(s.action_std or (1.0,) * c.action_dim),
+        'table.state_mean': torch.from_numpy(state.shift).float(),
+        'table.state_std': torch.from_numpy(state.scale).float(),
+        'table.action_mean': torch.from_numpy(action.shift).float(),
+        'table.action_std': torch.from_numpy(action.scale).float(),
         'table.relative': relative,
     }
 
@@ -97,7 +104,10 @@ def _matrix(out: int, inp: int, dtype: torch.dtype) -> WeightSpec:
     return WeightSpec((out, inp), dtype, inp**-0.5)
 
 
-def _linear(name: str, out: int, inp: int, dtype: torch.dtype) -> Iterator[tuple[str, WeightSpec]]:
+def linear_specs(
+    name: str, out: int, inp: int, dtype: torch.dtype
+) -> Iterator[tuple[str, WeightSpec]]:
+    """Give the specs of a linear map's weight [out, inp] and bias [out]."""
     yield f'{name}.weight', _matrix(out, inp, dtype)
     yield f'{name}.bias', WeightSpec((out,), dtype)
 
@@ -108,23 +118,26 @@ def _norm(name: str, width: int) -> Iterator[tuple[str, WeightSpec]]:
 
 
 def _vision(d: SiglipDims, dtype: torch.dtype) -> Iterator[tuple[str, WeightSpec]]:
-    yield from _linear('vision.patch', d.width, d.patch_dim, dtype)
+    yield from linear_specs('vision.patch', d.width, d.patch_dim, dtype)
     yield 'vision.position', WeightSpec((d.tokens, d.width), dtype, 0.5)
     for i in range(d.layers):
         layer = f'vision.layers.{i}'
         yield from _norm(f'{layer}.norm1', d.width)
-        yield from _linear(f'{layer}.qkv', 3 * d.width, d.width, dtype)
-        yield from _linear(f'{layer}.out', d.width, d.width, dtype)
+        yield from linear_specs(f'{layer}.qkv', 3 * d.width, d.width, dtype)
+        yield from linear_specs(f'{layer}.out', d.width, d.width, dtype)
         yield from _norm(f'{layer}.norm2', d.width)
-        yield from _linear(f'{layer}.fc1', d.mlp, d.width, dtype)
-        yield from _linear(f'{layer}.fc2', d.width, d.mlp, dtype)
+        yield from linear_specs(f'{layer}.fc1', d.mlp, d.width, dtype)
+        yield from linear_specs(f'{layer}.fc2', d.width, d.mlp, dtype)
     yield from _norm('vision.norm', d.width)
 
 
-def _gemma(layer: str, d: GemmaDims, dtype: torch.dtype) -> Iterator[tuple[str, WeightSpec]]:
-    yield f'{layer}.norm1', WeightSpec((d.width,), torch.float32)
+def _gemma(
+    layer: str, d: GemmaDims, dtype: torch.dtype, norms: bool = True
+) -> Iterator[tuple[str, WeightSpec]]:
+    if norms:
+        yield f'{layer}.norm1', WeightSpec((d.width,), torch.float32)
+        yield f'{layer}.norm2', WeightSpec((d.width,), torch.float32)
     yield f'{layer}.qkv', _matrix(d.qkv_dim, d.width, dtype)
     yield f'{layer}.out', _matrix(d.width, d.q_dim, dtype)
-    yield f'{layer}.norm2', WeightSpec((d.width,), torch.float32)
     yield f'{layer}.gate_up', _matrix(2 * d.mlp, d.width, dtype)
     yield f'{layer}.down', _matrix(d.width, d.mlp, dtype)

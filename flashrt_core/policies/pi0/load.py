@@ -1,0 +1,122 @@
+"""Fill a session's constants: weights from a checkpoint or at random, tables, modulation.
+
+Workers read piece by piece straight into the buffers, so the weights are in memory once; beside
+them a load holds a few pieces, and in Pi0.5 the sources of one norm a worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+import hashlib
+
+import torch
+from torch import Tensor
+
+from flashrt_core.capsule import weights_digest
+from flashrt_core.checkpoints import check_keys
+from flashrt_core.checkpoints import pi0_canonical
+from flashrt_core.checkpoints import pi0_check_family
+from flashrt_core.checkpoints import pi0_ignored
+from flashrt_core.checkpoints import pi0_targets
+from flashrt_core.checkpoints import read_into
+from flashrt_core.checkpoints import SafetensorsReader
+from flashrt_core.policies.pi0.config import Pi0Config
+from flashrt_core.policies.pi0.modulation import condition
+from flashrt_core.policies.pi0.modulation import modulate
+from flashrt_core.policies.pi0.modulation import modulated_norms
+from flashrt_core.policies.pi0.modulation import MODULATION
+from flashrt_core.policies.pi0.modulation import source_specs
+from flashrt_core.policies.pi0.weights import random_weight
+from flashrt_core.policies.pi0.weights import tables
+from flashrt_core.policies.pi0.weights import weight_specs
+from flashrt_core.policies.pi0.weights import WeightSpec
+from flashrt_core.runtime import BufferSet
+from flashrt_core.runtime import Role
+
+LOADERS = 4
+Tell = Callable[[float], None]
+Fill = Callable[[str, Tensor], None]  # weight by name -> into a tensor of its shape
+
+
+@dataclass(frozen=True)
+class Digests:
+    """What tells two sessions' constants apart.
+
+    ``weights``: of all that was given, whatever machine loaded it. ``derived``: of what this
+    machine computed from it, which may differ by rounding on another; empty if nothing was.
+    """
+
+    weights: str
+    derived: str = ''
+
+
+def load_constants(c: Pi0Config, buffers: BufferSet, tell: Tell) -> Digests:
+    """Fill every CONSTANT buffer and return their digests; configure, any thread.
+
+    :param tell: is told the fraction done.
+    :raises ConfigError: the checkpoint does not fit the config.
+    """
+    if not c.weights:
+        specs = {**weight_specs(c), **(source_specs(c) if c.modulated else {})}
+        return _load(c, buffers, partial(_fill_random, specs, c.weight_seed), tell)
+    shared = buffers.backend.memory().integrated
+    with SafetensorsReader(c.weights, drop_cache=shared) as reader:
+        where = str(reader.path)
+        pi0_check_family(c, reader.shapes, where)
+        targets = pi0_targets(c)
+        ignored = partial(pi0_ignored, c)
+        names = check_keys(targets, reader.shapes, pi0_canonical, ignored, where)
+        by_name = {target.name: target for target in targets}
+
+        def fill(name: str, into: Tensor) -> None:
+            read_into(by_name[name], names, reader, into)
+
+        return _load(c, buffers, fill, tell)
+
+
+def _fill_random(specs: Mapping[str, WeightSpec], seed: int, name: str, into: Tensor) -> None:
+    into.copy_(random_weight(name, specs[name], seed))
+
+
+def _load(c: Pi0Config, buffers: BufferSet, fill: Fill, tell: Tell) -> Digests:
+    for name, tensor in tables(c).items():
+        buffers[name].tensor.copy_(tensor)
+    names = list(weight_specs(c))
+    norms = modulated_norms(c) if c.modulated else []
+    total = len(names) + len(norms)
+    _in_parallel(names, lambda name: fill(name, buffers[name].tensor), tell, 0, total)
+    given = {b.name: b.tensor for b in buffers.by_role(Role.CONSTANT) if b.name != MODULATION}
+    if not c.modulated:
+        return Digests(weights_digest(given))
+
+    specs, read = source_specs(c), {}
+    table = buffers[MODULATION].tensor
+
+    def source(name: str) -> Tensor:
+        tensor = torch.empty(specs[name].shape, dtype=specs[name].dtype)
+        fill(name, tensor)
+        read[name] = weights_digest({name: tensor})
+        return tensor
+
+    given_condition = condition(tables(c)['table.time'], source)
+
+    def modulate_norm(norm: str) -> None:
+        table[:, norms.index(norm)].copy_(modulate(norm, given_condition, source))
+
+    _in_parallel(norms, modulate_norm, tell, len(names), total)
+    sources = ''.join(read[name] for name in sorted(read))
+    weights = hashlib.sha256(f'{weights_digest(given)}{sources}'.encode()).hexdigest()
+    return Digests(weights, weights_digest({MODULATION: table}))
+
+
+def _in_parallel(
+    names: Sequence[str], work: Callable[[str], None], tell: Tell, done: int, total: int
+) -> None:
+    with ThreadPoolExecutor(LOADERS, thread_name_prefix='load') as pool:
+        for i, _ in enumerate(pool.map(work, names), start=done + 1):
+            tell(i / total)
