@@ -1,0 +1,302 @@
+"""Instructions in plain English, the scene as text, and the plan that they ask for.
+
+This is the language that the small planner is trained on: a generated grammar over the tabletop's
+colours. The scene text is an oracle: it is written from the world's state, not seen by a camera.
+
+``scene := "blocks: " C {", " C} ". zones: " C {", " C} "." {" " C " in " C "."}``
+``plan := goal {"; " goal} "." | "cannot."``        (goals as in ``tasks``)
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
+import hashlib
+
+import numpy as np
+
+from flashrt_core.errors import ParameterInvalid
+from flashrt_core.tabletop.state import COLOURS
+from flashrt_core.tabletop.state import MAX_BLOCKS
+from flashrt_core.tabletop.state import MAX_ZONES
+from flashrt_core.tabletop.state import WorldState
+from flashrt_core.tabletop.tasks import Goal
+from flashrt_core.tabletop.tasks import in_zone
+from flashrt_core.tabletop.tasks import parse_task
+
+CANNOT = 'cannot.'
+MOST_GOALS = 4
+_HELD_OUT_PAIRS = 6    # of the 36 pairs of block and zone colour
+_HELD_OUT_CHAINS = 4   # of the ordered pairs of kinds of parts
+
+# Text a person may type that the robot cannot do, whatever lies on the table.
+_NONSENSE = (
+    'sing a song', 'make me a coffee', 'what time is it', 'fly to the moon', 'open the door',
+    'throw the table away', 'tell me a joke', 'stack all the chairs', 'paint the wall',
+    'put the cat in the box', 'drive home', 'who are you', 'pick up the phone', 'eat the block',
+)  # fmt: skip
+_PUT = (
+    'put the {b} block in the {z} zone', 'place the {b} block in the {z} zone',
+    'move the {b} block to the {z} zone', 'bring the {b} block into the {z} zone',
+    'the {b} block belongs in the {z} zone', 'put {b} in {z}',
+    'take the {b} block and put it in the {z} zone',
+    'pick up the {b} block and place it in the {z} zone',
+)  # fmt: skip
+_PICK = (
+    'pick up the {b} block', 'grab the {b} block', 'lift the {b} block', 'take hold of {b}',
+    'hold up the {b} block',
+)  # fmt: skip
+_HOME = ('go home', 'return home', 'go back to your home pose', 'move the arm home')
+_ALL = (
+    'put every block in the {z} zone', 'put all blocks into the {z} zone',
+    'move everything to the {z} zone', 'everything goes in {z}',
+)  # fmt: skip
+_EXCEPT = (
+    'put everything except the {b} block in the {z} zone',
+    'move all blocks but the {b} one to the {z} zone',
+)  # fmt: skip
+_SORT = (
+    'sort the blocks by colour', 'put each block in the zone of its colour',
+    'every block goes to its own colour',
+)  # fmt: skip
+_EMPTY = (
+    'move what is in the {y} zone to the {z} zone', 'empty the {y} zone into the {z} zone',
+)  # fmt: skip
+_LOOSE = (
+    'put what lies on the table in the {z} zone', 'put the loose blocks in the {z} zone',
+)  # fmt: skip
+_CHAIN = ('{0}, then {1}', '{0} and then {1}', 'first {0}, then {1}', 'after you {0}, {1}')
+_CHAIN_BACK = ('before you {1}, {0}', '{1}, but first {0}')
+_POLITE = ('{0}', '{0}', '{0}', 'please {0}', '{0} please', 'robot, {0}', 'could you {0}')
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What lies where. ``places``: for each block the index of its zone, -1 on the table."""
+
+    blocks: tuple[str, ...]
+    zones: tuple[str, ...]
+    places: tuple[int, ...]
+
+    def __str__(self) -> str:
+        inside = ''.join(
+            f' {block} in {self.zones[place]}.'
+            for block, place in zip(self.blocks, self.places, strict=True)
+            if place >= 0
+        )
+        return f'blocks: {", ".join(self.blocks)}. zones: {", ".join(self.zones)}.{inside}'
+
+
+@dataclass(frozen=True)
+class Example:
+    """One instruction in one scene; ``plan`` is empty where the robot cannot do it.
+
+    ``kinds``: of the parts of the instruction, for the choice of what is held out.
+    """
+
+    instruction: str
+    scene: Scene
+    plan: tuple[Goal, ...]
+    kinds: tuple[str, ...]
+
+    @property
+    def answer(self) -> str:
+        """Return the text that the planner is to write."""
+        return format_plan(self.plan)
+
+    @property
+    def held_out(self) -> bool:
+        """Say whether it combines what no training example combines."""
+        named = {(g.block, g.zone) for g in self.plan if g.verb == 'put'}
+        chains = set(zip(self.kinds, self.kinds[1:]))
+        return bool(named & HELD_OUT_PAIRS or chains & HELD_OUT_CHAINS)
+
+
+def _fixed_choice(items: Sequence[tuple[str, str]], count: int) -> frozenset[tuple[str, str]]:
+    """Pick by a hash of the names, so that the choice is fixed without a list to keep."""
+    ranked = sorted(items, key=lambda pair: hashlib.sha256('/'.join(pair).encode()).hexdigest())
+    return frozenset(ranked[:count])
+
+
+_KINDS = ('put', 'pick', 'home', 'all', 'except', 'sort', 'empty', 'loose')
+HELD_OUT_PAIRS = _fixed_choice([(b, z) for b in COLOURS for z in COLOURS], _HELD_OUT_PAIRS)
+HELD_OUT_CHAINS = _fixed_choice(
+    [(a, b) for a in _KINDS for b in ('put', 'pick', 'home') if (a, b) != ('put', 'put')],
+    _HELD_OUT_CHAINS,
+)
+
+
+def format_plan(plan: Sequence[Goal]) -> str:
+    """Return a plan as text; ``parse_plan`` reads it back."""
+    return '; '.join(map(str, plan)) + '.' if plan else CANNOT
+
+
+def parse_plan(text: str) -> tuple[Goal, ...]:
+    """Return the goals of a plan's text, none for "cannot.".
+
+    :raises ParameterInvalid: the text is no plan.
+    """
+    if text == CANNOT:
+        return ()
+    if not text.endswith('.'):
+        raise ParameterInvalid(f'plan {text!r:.120} does not end with "."; it was cut short')
+    return tuple(goal for part in text[:-1].split('; ') for goal in parse_task(part))
+
+
+def describe(state: WorldState) -> Scene:
+    """Return the scene of a world's state: the oracle that stands in for a scene reader."""
+    places = []
+    for block in range(len(state.blocks)):
+        within = [z for z in range(len(state.zones)) if in_zone(state, block, z)]
+        places.append(within[0] if within else -1)
+    return Scene(state.block_names, state.zone_names, tuple(places))
+
+
+def prompt(scene: Scene, instruction: str) -> str:
+    """Return the text that stands before the answer."""
+    return f'{scene} say: {instruction}\nplan: '
+
+
+def draw_example(rng: np.random.Generator, held_out: bool = False) -> Example:
+    """Draw one example, of the training set or, with ``held_out``, of what it never shows."""
+    while True:
+        example = _draw(rng)
+        if example.held_out == held_out:
+            return example
+
+
+def _draw(rng: np.random.Generator) -> Example:
+    scene = _draw_scene(rng)
+    if _chance(rng, 0.05):
+        text = _pick(rng, _NONSENSE)
+        return Example(_dress(rng, text), scene, (), ('nonsense',))
+    parts = [_draw_part(rng, scene, simple=False)]
+    while len(parts) < 3 and _chance(rng, 0.4):
+        parts.append(_draw_part(rng, scene, simple=True))
+    if sum(len(plan) for _, _, plan in parts) > MOST_GOALS:
+        parts = parts[:1]
+    text = parts[0][1]
+    if len(parts) == 2 and _chance(rng, 0.25):
+        text = _pick(rng, _CHAIN_BACK).format(parts[0][1], parts[1][1])
+    else:
+        for at, (_, more, _) in enumerate(parts[1:]):
+            text = _pick(rng, _CHAIN if at == 0 else _CHAIN[:2]).format(text, more)
+    possible = all(goals for _, _, goals in parts)
+    plan = tuple(goal for _, _, goals in parts for goal in goals) if possible else ()
+    return Example(_dress(rng, text), scene, plan, tuple(kind for kind, _, _ in parts))
+
+
+Part = tuple[str, str, tuple[Goal, ...]]
+
+
+def _draw_part(rng: np.random.Generator, scene: Scene, simple: bool) -> Part:
+    """Draw (kind, text, goals); no goals where the scene lacks what the text names."""
+    kinds = ('put', 'put', 'pick', 'home') if simple else (*_KINDS, 'put', 'put', 'put', 'pick')
+    kind = _pick(rng, kinds)
+    makers: dict[str, Callable[[np.random.Generator, Scene], tuple[str, tuple[Goal, ...]]]] = {
+        'put': _put, 'pick': _pick_up, 'home': _home, 'all': _all, 'except': _except,
+        'sort': _sort, 'empty': _empty, 'loose': _loose,
+    }  # fmt: skip
+    text, plan = makers[kind](rng, scene)
+    return kind, text, plan
+
+
+def _put(rng: np.random.Generator, scene: Scene) -> tuple[str, tuple[Goal, ...]]:
+    block, zone = _name(rng, scene.blocks), _name(rng, scene.zones)
+    there = block in scene.blocks and zone in scene.zones
+    text = _pick(rng, _PUT).format(b=block, z=zone)
+    return text, (Goal('put', block, zone),) if there else ()
+
+
+def _pick_up(rng: np.random.Generator, scene: Scene) -> tuple[str, tuple[Goal, ...]]:
+    block = _name(rng, scene.blocks)
+    text = _pick(rng, _PICK).format(b=block)
+    return text, (Goal('pick', block),) if block in scene.blocks else ()
+
+
+def _home(rng: np.random.Generator, scene: Scene) -> tuple[str, tuple[Goal, ...]]:
+    return _pick(rng, _HOME), (Goal('home'),)
+
+
+def _all(rng: np.random.Generator, scene: Scene) -> tuple[str, tuple[Goal, ...]]:
+    zone = _name(rng, scene.zones)
+    text = _pick(rng, _ALL).format(z=zone)
+    return text, _puts(scene.blocks, zone, scene)
+
+
+def _except(rng: np.random.Generator, scene: Scene) -> tuple[str, tuple[Goal, ...]]:
+    block, zone = _name(rng, scene.blocks), _name(rng, scene.zones)
+    text = _pick(rng, _EXCEPT).format(b=block, z=zone)
+    if block not in scene.blocks:
+        return text, ()
+    return text, _puts([b for b in scene.blocks if b != block], zone, scene)
+
+
+def _sort(rng: np.random.Generator, scene: Scene) -> tuple[str, tuple[Goal, ...]]:
+    text = _pick(rng, _SORT)
+    if not set(scene.blocks) <= set(scene.zones):
+        return text, ()
+    return text, tuple(Goal('put', b, b) for b in scene.blocks)
+
+
+def _empty(rng: np.random.Generator, scene: Scene) -> tuple[str, tuple[Goal, ...]]:
+    source, zone = _shuffled(rng, COLOURS)[:2]
+    if len(scene.zones) > 1 and not _chance(rng, 0.06):
+        source, zone = _shuffled(rng, scene.zones)[:2]
+    text = _pick(rng, _EMPTY).format(y=source, z=zone)
+    if source not in scene.zones:
+        return text, ()
+    at = scene.zones.index(source)
+    inside = [b for b, place in zip(scene.blocks, scene.places, strict=True) if place == at]
+    return text, _puts(inside, zone, scene)
+
+
+def _loose(rng: np.random.Generator, scene: Scene) -> tuple[str, tuple[Goal, ...]]:
+    zone = _name(rng, scene.zones)
+    text = _pick(rng, _LOOSE).format(z=zone)
+    loose = [b for b, place in zip(scene.blocks, scene.places, strict=True) if place < 0]
+    return text, _puts(loose, zone, scene)
+
+
+def _puts(blocks: Sequence[str], zone: str, scene: Scene) -> tuple[Goal, ...]:
+    return tuple(Goal('put', b, zone) for b in blocks) if zone in scene.zones else ()
+
+
+def _draw_scene(rng: np.random.Generator) -> Scene:
+    blocks = _colours(rng, 1 + _below(rng, MAX_BLOCKS))
+    zones = _colours(rng, 1 + _below(rng, MAX_ZONES))
+    if _chance(rng, 0.15):  # scenes that can be sorted are rare by chance
+        zones = _shuffled(rng, (*blocks, *(z for z in zones if z not in blocks))[:MAX_ZONES])
+    places = tuple(
+        _below(rng, len(zones)) if _chance(rng, 0.35) else -1 for _ in blocks
+    )
+    return Scene(blocks, zones, places)
+
+
+def _name(rng: np.random.Generator, there: Sequence[str]) -> str:
+    """Draw a colour, mostly one that is there."""
+    return _pick(rng, COLOURS) if _chance(rng, 0.06) else _pick(rng, there)
+
+
+def _dress(rng: np.random.Generator, text: str) -> str:
+    return _pick(rng, _POLITE).format(text)
+
+
+def _colours(rng: np.random.Generator, count: int) -> tuple[str, ...]:
+    return _shuffled(rng, COLOURS)[:count]
+
+
+def _shuffled(rng: np.random.Generator, items: Sequence[str]) -> tuple[str, ...]:
+    return tuple(items[i] for i in np.argsort(rng.random(len(items)), kind='stable'))
+
+
+def _pick(rng: np.random.Generator, items: Sequence[str]) -> str:
+    return items[_below(rng, len(items))]
+
+
+def _below(rng: np.random.Generator, count: int) -> int:
+    # Only Generator.random is drawn from, whose stream NumPy keeps.
+    return int(rng.random() * count)
+
+
+def _chance(rng: np.random.Generator, probability: float) -> bool:
+    return bool(rng.random() < probability)

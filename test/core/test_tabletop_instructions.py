@@ -1,0 +1,88 @@
+"""The language of the small planner: examples, what is held out, plans as text."""
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from flashrt_core.errors import ParameterInvalid
+from flashrt_core.tabletop import Goal
+from flashrt_core.tabletop import World
+from flashrt_core.tabletop.instructions import describe
+from flashrt_core.tabletop.instructions import draw_example
+from flashrt_core.tabletop.instructions import Example
+from flashrt_core.tabletop.instructions import format_plan
+from flashrt_core.tabletop.instructions import HELD_OUT_CHAINS
+from flashrt_core.tabletop.instructions import HELD_OUT_PAIRS
+from flashrt_core.tabletop.instructions import MOST_GOALS
+from flashrt_core.tabletop.instructions import parse_plan
+from flashrt_core.tabletop.instructions import prompt
+from flashrt_core.tabletop.instructions import Scene
+
+
+def draw(count: int, seed: int = 5, held_out: bool = False) -> list[Example]:
+    rng = np.random.default_rng(seed)
+    return [draw_example(rng, held_out) for _ in range(count)]
+
+
+def test_the_same_seed_draws_the_same_examples() -> None:
+    assert draw(50) == draw(50) != draw(50, seed=6)
+    first = draw(3)[0]
+    assert prompt(first.scene, first.instruction).endswith('\nplan: ')
+
+
+def test_what_is_held_out_is_a_fixed_choice() -> None:
+    assert HELD_OUT_PAIRS == {
+        ('blue', 'yellow'), ('red', 'yellow'), ('orange', 'green'), ('yellow', 'red'),
+        ('purple', 'yellow'), ('red', 'red')}
+    assert HELD_OUT_CHAINS == {
+        ('empty', 'put'), ('loose', 'put'), ('sort', 'home'), ('except', 'pick')}
+
+
+def test_training_never_shows_what_is_held_out_and_held_out_examples_always_do() -> None:
+    def combined(example: Example) -> bool:
+        pairs = {(g.block, g.zone) for g in example.plan if g.zone}
+        return bool(pairs & HELD_OUT_PAIRS
+                    or set(zip(example.kinds, example.kinds[1:])) & HELD_OUT_CHAINS)
+
+    assert not any(map(combined, draw(800)))
+    assert all(map(combined, draw(200, held_out=True)))
+
+
+def test_every_kind_of_instruction_comes_up_and_some_cannot_be_done() -> None:
+    examples = draw(1500)
+    kinds = Counter(kind for example in examples for kind in example.kinds)
+    assert set(kinds) == {'put', 'pick', 'home', 'all', 'except', 'sort', 'empty', 'loose',
+                          'nonsense'}
+    assert min(kinds.values()) > 15
+    cannot = sum(not example.plan for example in examples)
+    assert 0.05 < cannot / len(examples) < 0.35
+    assert {len(example.plan) for example in examples} == set(range(MOST_GOALS + 1))
+
+
+def test_a_plan_names_only_what_is_on_the_table_and_comes_back_from_its_text() -> None:
+    for example in draw(600) + draw(200, held_out=True):
+        assert parse_plan(example.answer) == example.plan
+        for goal in example.plan:
+            assert goal.block in ('', *example.scene.blocks)
+            assert goal.zone in ('', *example.scene.zones)
+
+
+@pytest.mark.parametrize('text', ['', 'go home', 'go home; fly.', 'put the red block.'])
+def test_a_text_that_is_no_plan_is_refused(text: str) -> None:
+    with pytest.raises(ParameterInvalid):
+        parse_plan(text)
+
+
+def test_a_plan_as_text_reads_like_the_grammar() -> None:
+    plan = (Goal('put', 'red', 'blue'), Goal('pick', 'green'), Goal('home'))
+    text = 'put the red block in the blue zone; pick up the green block; go home.'
+    assert format_plan(plan) == text and format_plan(()) == 'cannot.'
+
+
+def test_the_scene_of_a_world_tells_blocks_zones_and_what_lies_in_them() -> None:
+    scene = describe(World(3, blocks=3, zones=2).snapshot())
+    assert len(scene.blocks) == 3 and len(scene.zones) == 2 and scene.places == (-1, -1, -1)
+    scene = Scene(('red', 'blue'), ('green',), (-1, 0))
+    assert str(scene) == 'blocks: red, blue. zones: green. blue in green.'
