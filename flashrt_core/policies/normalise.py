@@ -64,9 +64,10 @@ def affine(statistics: Statistics, part: str, way: str, size: int) -> Affine:
     Quantiles go to -1 and 1. Statistics that are not known give the identity.
     Source: openpi ``transforms.py`` (its epsilons belong to its files, see checkpoints).
     """
+    # Rounded as the joints are: a joint that rests at its quantile is then exactly at the edge.
     def known(name: str, otherwise: float) -> NDArray[np.float64]:
         values = getattr(statistics, f'{part}_{name}')
-        return np.array(values or (otherwise,) * size, np.float64)
+        return np.array(values or (otherwise,) * size, np.float32).astype(np.float64)
 
     if way == 'mean_std':
         return Affine(known('mean', 0.0), known('std', 1.0))
