@@ -6,18 +6,17 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from dataclasses import dataclass
 from dataclasses import field
-from dataclasses import fields
-from dataclasses import is_dataclass
 from dataclasses import replace
 import json
 import math
 from pathlib import Path
 import re
 from typing import Any
-from typing import get_type_hints
 
 import torch
 
+from flashrt_core.config_files import override
+from flashrt_core.config_files import read_yaml
 from flashrt_core.errors import ConfigError
 from flashrt_core.nn import GemmaDims
 from flashrt_core.nn import SiglipDims
@@ -320,72 +319,15 @@ def load_config(source: str | Path | Mapping[str, Any] | Pi0Config) -> Pi0Config
     elif str(source) in NAMED:
         return NAMED[str(source)]
     else:
-        record = _read_yaml(Path(source))
+        record = read_yaml(Path(source), 'policy config', NAMED)
     base = record.pop('base', 'tiny')
     policy = record.pop('policy', None)
     if not isinstance(base, str) or base not in NAMED:
         raise ConfigError(f'base {base!r} is unknown; choose from {sorted(NAMED)}')
-    config: Pi0Config = _override(NAMED[base], record, '')
+    config: Pi0Config = override(NAMED[base], record)
     if policy not in (None, config.family):
         raise ConfigError(
             f'policy {policy!r} does not go with base {base!r}, which is {config.family!r}; give '
             f'one of {[name for name, c in NAMED.items() if c.family == policy] or list(NAMED)}'
         )
     return config
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    import yaml  # only this reader needs it
-
-    try:
-        if not path.is_file():
-            raise ConfigError(
-                f'policy config {str(path)!r:.200} is neither a file nor one of {sorted(NAMED)}'
-            )
-        record = yaml.safe_load(path.read_text(encoding='utf-8'))
-    except OSError as error:
-        raise ConfigError(
-            f'policy config {str(path)!r:.200} cannot be read: {error.strerror}'
-        ) from error
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f'{path} is not valid YAML: {error}') from error
-    if not isinstance(record, dict):
-        raise ConfigError(
-            f'{path} holds {type(record).__name__}; give a mapping of names to values'
-        )
-    return record
-
-
-def _override(base: Any, record: Mapping[str, Any], where: str) -> Any:
-    """Return ``base`` with the record's values, each checked against the field's type."""
-    hints = get_type_hints(type(base))
-    known = {f.name for f in fields(base)}
-    changes: dict[str, Any] = {}
-    for name, value in record.items():
-        path = f'{where}{name}'
-        if name not in known:
-            raise ConfigError(f'{path} is no setting; known: {", ".join(sorted(known))}')
-        old = getattr(base, name)
-        if is_dataclass(old):
-            if not isinstance(value, Mapping):
-                raise ConfigError(f'{path} is {value!r}; give a mapping')
-            changes[name] = _override(old, value, f'{path}.')
-        else:
-            changes[name] = _typed(path, value, str(hints[name]))
-    return replace(base, **changes)
-
-
-def _typed(path: str, value: Any, hint: str) -> Any:
-    if hint.startswith('tuple['):
-        if isinstance(value, str) or not hasattr(value, '__iter__'):
-            raise ConfigError(f'{path} is {value!r}; give a list')
-        kind = f"<class '{hint[6:].split(',')[0]}'>"
-        return tuple(_typed(f'{path}[{i}]', v, kind) for i, v in enumerate(value))
-    if hint == "<class 'float'>" and type(value) in (int, float):
-        try:
-            return float(value)
-        except OverflowError:
-            raise ConfigError(f'{path} is an integer that no float holds') from None
-    if hint == f"<class '{type(value).__name__}'>":
-        return value
-    raise ConfigError(f'{path} is {value!r}; give a value of type {hint[8:-2]}')

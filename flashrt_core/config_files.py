@@ -1,0 +1,83 @@
+"""Settings from YAML files and mappings, checked against the frozen dataclass that they fill."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Mapping
+from dataclasses import fields
+from dataclasses import is_dataclass
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from typing import get_type_hints
+from typing import TypeVar
+
+from flashrt_core.errors import ConfigError
+
+T = TypeVar('T')
+
+
+def read_yaml(path: Path, what: str, named: Iterable[str] = ()) -> dict[str, Any]:
+    """Return the mapping that a YAML file holds.
+
+    :param what: names the file in messages. :param named: names that could stand in its place.
+    :raises ConfigError: no such file, unreadable, no YAML, or no mapping.
+    """
+    import yaml  # only this reader needs it
+
+    try:
+        if not path.is_file():
+            raise ConfigError(
+                f'{what} {str(path)!r:.200} is neither a file nor one of {sorted(named)}'
+            )
+        record = yaml.safe_load(path.read_text(encoding='utf-8'))
+    except OSError as error:
+        raise ConfigError(
+            f'{what} {str(path)!r:.200} cannot be read: {error.strerror}'
+        ) from error
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f'{path} is not valid YAML: {error}') from error
+    if not isinstance(record, dict):
+        raise ConfigError(
+            f'{path} holds {type(record).__name__}; give a mapping of names to values'
+        )
+    return record
+
+
+def override(base: T, record: Mapping[str, Any], where: str = '') -> T:
+    """Return the dataclass ``base`` with the record's values, each checked against its type.
+
+    :param where: stands before a field's name in messages.
+    :raises ConfigError: an unknown name, a value of another type; or what ``base`` itself raises.
+    """
+    hints = get_type_hints(type(base))
+    known = {f.name for f in fields(base)}  # type: ignore[arg-type]
+    changes: dict[str, Any] = {}
+    for name, value in record.items():
+        path = f'{where}{name}'
+        if name not in known:
+            raise ConfigError(f'{path} is no setting; known: {", ".join(sorted(known))}')
+        old = getattr(base, name)
+        if is_dataclass(old):
+            if not isinstance(value, Mapping):
+                raise ConfigError(f'{path} is {value!r}; give a mapping')
+            changes[name] = override(old, value, f'{path}.')
+        else:
+            changes[name] = _typed(path, value, str(hints[name]))
+    return replace(base, **changes)  # type: ignore[type-var]
+
+
+def _typed(path: str, value: Any, hint: str) -> Any:
+    if hint.startswith('tuple['):
+        if isinstance(value, str) or not hasattr(value, '__iter__'):
+            raise ConfigError(f'{path} is {value!r}; give a list')
+        kind = f"<class '{hint[6:].split(',')[0]}'>"
+        return tuple(_typed(f'{path}[{i}]', v, kind) for i, v in enumerate(value))
+    if hint == "<class 'float'>" and type(value) in (int, float):
+        try:
+            return float(value)
+        except OverflowError:
+            raise ConfigError(f'{path} is an integer that no float holds') from None
+    if hint == f"<class '{type(value).__name__}'>":
+        return value
+    raise ConfigError(f'{path} is {value!r}; give a value of type {hint[8:-2]}')
