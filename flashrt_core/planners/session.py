@@ -1,0 +1,428 @@
+"""A bound planner: prefill, append, decode, fork, all on one lane; the same for every family."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flashrt_core.capsule import Boundary
+from flashrt_core.capsule import CapsuleInfo
+from flashrt_core.capsule import Mark
+from flashrt_core.errors import CapsuleCorrupt
+from flashrt_core.errors import ConfigError
+from flashrt_core.errors import ContractError
+from flashrt_core.errors import PromptEmpty
+from flashrt_core.errors import PromptTooLong
+from flashrt_core.errors import TokenUnknown
+from flashrt_core.planners import layout
+from flashrt_core.planners.branches import Branches
+from flashrt_core.planners.branches import BranchRoom
+from flashrt_core.planners.chunks import Chunk
+from flashrt_core.planners.chunks import plan_chunks
+from flashrt_core.planners.operations import Job
+from flashrt_core.planners.operations import Mirror
+from flashrt_core.planners.operations import Operation
+from flashrt_core.planners.operations import Runner
+from flashrt_core.planners.options import Options
+from flashrt_core.planners.protocol import Appended
+from flashrt_core.planners.protocol import Settings
+from flashrt_core.planners.protocol import Step
+from flashrt_core.planners.sampling import check_mask
+from flashrt_core.planners.sampling import check_sampled
+from flashrt_core.planners.sampling import open_mask
+from flashrt_core.planners.stream import Matcher
+from flashrt_core.planners.stream import Stream
+from flashrt_core.planners.text import Tokenizer
+from flashrt_core.runtime import BufferSet
+from flashrt_core.runtime import Lane
+from flashrt_core.runtime import LaneFuture
+from flashrt_core.runtime import Plan
+
+DEFAULTS = Options()
+
+
+class PlannerSession:
+    """Buffers, plans and boundary of one planner; made by a family's ``bind``.
+
+    One operation at a time: a second raises LaneBusy until the first one's future is done. All
+    methods may be called from any thread; what they do to the device happens on the lane thread.
+    A plan that fails or is dropped leaves the last committed boundary, and the session usable.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        settings: Settings,
+        buffers: BufferSet,
+        lane: Lane,
+        plans: Mapping[tuple[Any, ...], Plan],
+        boundary: Boundary,
+        runner: Runner,
+        room: BranchRoom | None,
+        mtp: bool,
+    ) -> None:
+        self.config = config
+        self.settings = settings
+        self.buffers = buffers
+        self.lane = lane
+        self.boundary = boundary
+        self.runner = runner
+        self.mtp = mtp
+        self.vocab = int(config.vocab)
+        self.context = int(config.context)
+        self.ports = layout.ports(self.context, self.vocab)
+        self._plans = dict(plans)
+        self._room = room
+        self._open = open_mask(self.vocab, settings.known_tokens or None)
+        self._mask_is_open = False
+        self._redo: Job | None = None
+        boundary.on_restore.append(self._restored)
+
+    # -- what it is -----------------------------------------------------------------------------
+
+    @property
+    def mirror(self) -> Mirror:
+        """What the host knows of the state."""
+        return self.runner.mirror
+
+    @property
+    def position(self) -> int:
+        """Tokens in the state."""
+        return self.mirror.position
+
+    @property
+    def pending(self) -> int | None:
+        """The token given out that is not in the state yet, or None."""
+        return self.mirror.pending
+
+    @property
+    def busy(self) -> str:
+        """What runs now, or ''."""
+        return self.runner.busy
+
+    def memory(self) -> dict[str, int]:
+        """Return bytes by purpose, see ``layout.memory_report``."""
+        branches = None if self._room is None else self._room.buffers
+        return layout.memory_report(self.buffers, branches, self.runner.undo.nbytes)
+
+    # -- operations -----------------------------------------------------------------------------
+
+    def prefill(self, tokens: Sequence[int]) -> Operation[Appended]:
+        """Reset the state and take ``tokens`` in. Raises and answers as ``append``."""
+        return self._append(tokens, fresh=True)
+
+    def append(self, tokens: Sequence[int]) -> Operation[Appended]:
+        """Take ``tokens`` in, after the pending one if there is one.
+
+        A boundary is committed after each chunk: a cancel, drop or failure keeps the last one.
+
+        :raises PromptTooLong, PromptEmpty, TokenUnknown: before anything runs.
+        :raises LaneBusy, BranchesLive, SessionPoisoned, LaneClosed: not now.
+        """
+        return self._append(tokens, fresh=False)
+
+    def decode(
+        self,
+        options: Options | None = None,
+        *,
+        drafts: Sequence[int] = (),
+        limit: int | None = None,
+        mask: Tensor | None = None,
+        revocable: bool = False,
+    ) -> Operation[Step]:
+        """Feed the pending token, if any, and sample what follows: the tokens of one step.
+
+        With ``options.draft_tokens`` a step gives one to that many plus one tokens, the same ones
+        as without. The noise of a token depends on seed, branch and position alone.
+
+        :param options: None keeps the parameters and the seed that the state holds.
+        :param drafts: proposals for the tokens after the pending one, in place of MTP's.
+        :param limit: tokens that the step may give out at most.
+        :param mask: int32 ``[words]`` on the CPU, see ``sampling.mask_words``; without drafts.
+        :param revocable: keeps what ``keep`` needs to take some of the tokens back.
+        :raises PromptEmpty: nothing in the state. :raises PromptTooLong: the context is full.
+        :raises ConfigError: more drafts than captured, or drafts without an MTP head.
+        Otherwise as ``append``; its future raises ContractError if no token can be chosen.
+        """
+        ids = self._check_tokens(drafts)
+        if mask is not None:
+            check_mask(mask, self.vocab, 'the mask')
+        with self.runner.starting():
+            K = self._drafts_of(options, ids, limit, mask)
+            greedy = options is not None and options.greedy
+            fed = self.pending is not None
+            if K:
+                kind: tuple[Any, ...] = ('given' if ids.size else 'draft', K, greedy)
+            else:
+                kind = ('step' if fed else 'sample', greedy)
+            fill = partial(self.fill_sampler, options, K + 1, mask, ids[:K], revocable)
+            job = Job(self._plans[kind], fill, partial(self._land_step, fed, K))
+            operation = self.runner.launch('decode', [job], _step)
+            self._redo = job if revocable else None
+            return operation
+
+    def keep(self, count: int) -> Operation[Step]:
+        """Take back all but the first ``count`` tokens of the last step, which was revocable.
+
+        The step runs again from where it began and gives out fewer: nothing stays ahead.
+
+        :raises ConfigError: no such step was the last thing done.
+        """
+        with self.runner.starting():
+            job, point = self._redo, self.runner.point
+            if job is None or point is None or count < 1:
+                raise ConfigError(
+                    f'keep({count}) is refused: it follows a revocable decode, with 1 token or '
+                    'more to keep'
+                )
+            self._redo = None
+
+            def fill() -> None:
+                self.runner.go_back(point)
+                job.fill()
+                control = self.buffers['host.control'].tensor
+                control[layout.LIMIT] = min(count, int(control[layout.LIMIT]))
+
+            return self.runner.launch('keep', [Job(job.plan, fill, job.land)], _step)
+
+    def reset(self) -> LaneFuture[None]:
+        """Make the state empty and drop what runs or waits; lifts poison. Branches end.
+
+        :raises LaneBusy: another verb waits. :raises LaneClosed: the lane has ended.
+        """
+
+        def apply() -> None:
+            self._empty()
+            self._new_epoch()
+
+        return self.lane.at_segment_end(apply, 'reset')
+
+    def fork(self, seeds: Sequence[int], numbers: Sequence[int] | None = None) -> Branches:
+        """Return branches of the state, one per seed, that share its KV; the trunk stands still.
+
+        Waits for a copy of the small state: not on the lane thread.
+
+        :param numbers: branch numbers, part of the noise; None keeps the trunk's, so that equal
+            seeds give equal tokens.
+        :raises ConfigError: no seeds, or more than ``settings.branches``.
+        :raises PromptEmpty: the state is empty. Otherwise as ``append``.
+        """
+        if self._room is None:
+            raise ConfigError('fork is refused: bind with branches 1 or more')
+        with self.runner.starting():
+            self._check_begun()
+            branches = Branches(self, self._room, seeds, numbers)
+            begin = Job(None, lambda: None, branches.begin)
+            copied = self.runner.launch('fork', [begin], lambda operation: None)
+            self.runner.tenant = branches
+            self._redo = None
+        try:
+            copied.result()
+        except BaseException:
+            branches.drop()
+            raise
+        return branches
+
+    def stream(
+        self,
+        options: Options | None = None,
+        *,
+        tokenizer: Tokenizer | None = None,
+        matcher: Matcher | None = None,
+        before: Sequence[int] = (),
+    ) -> Stream:
+        """Return a stream that decodes as it is asked for tokens, see ``Stream``.
+
+        :param tokenizer: gives the tokens' text; ``options.stop`` needs one.
+        :param matcher: of ``options.grammar``.
+        :param before: tokens of the text that this stream goes on with.
+        :raises ConfigError: stop texts without a tokenizer, a grammar without its matcher.
+        """
+        chosen = DEFAULTS if options is None else options
+        if chosen.stop and tokenizer is None:
+            raise ConfigError("stop texts are given without a tokenizer; give the model's")
+        if (chosen.grammar is None) != (matcher is None):
+            raise ConfigError('a grammar and its matcher belong together; give both or neither')
+        return Stream(self, chosen, tokenizer, matcher, before)
+
+    def close(self) -> None:
+        """Drop what runs at its segment's end and end the lane. Closing twice is allowed."""
+        self.lane.close()
+
+    # -- inputs and outputs: lane thread ----------------------------------------------------------
+
+    def fill_sampler(self, options: Options | None, limit: int, mask: Tensor | None,
+                     drafts: np.ndarray | None = None, undo: bool = False) -> None:
+        """Write the inputs of one decode step; lane thread."""
+        b = self.buffers
+        control = b['host.control'].tensor
+        chosen = DEFAULTS if options is None else options
+        control[layout.LATCH] = options is not None
+        control[layout.SEED] = chosen.signed_seed
+        control[layout.LIMIT] = limit
+        b['host.parameters'].tensor.copy_(torch.tensor(chosen.parameters()))
+        if drafts is not None:
+            b['host.drafts'].tensor[: drafts.size].copy_(torch.from_numpy(drafts))
+        if mask is not None or not self._mask_is_open:
+            b['host.mask'].tensor.copy_(self._open if mask is None else mask)
+            self._mask_is_open = mask is None
+        if undo:
+            self.runner.take()
+
+    def _fill_chunk(self, chunk: Chunk, ids: np.ndarray, fresh: bool) -> None:
+        if fresh:
+            self._empty()
+        if chunk.start != self.mirror.position:
+            raise ContractError(
+                f'a chunk for position {chunk.start} met a state of {self.mirror.position} '
+                'tokens; restore a capsule or reset'
+            )
+        self.buffers['host.tokens'].tensor[: chunk.length].copy_(torch.from_numpy(ids))
+        self.buffers['host.control'].tensor[layout.LENGTH] = chunk.length
+
+    def _land(self, expected: int) -> list[int]:
+        """Read the report and set the mirror; raises ContractError where the device is elsewhere.
+
+        State kept under another position than its own spoils every later use of it: say so.
+        """
+        report: list[int] = self.buffers['host.report'].tensor.tolist()
+        position, pending = report[layout.POSITION], report[layout.PENDING]
+        self.mirror.position = position
+        self.mirror.pending = pending if pending >= 0 else None
+        if position != expected:
+            raise ContractError(
+                f'the device is at position {position}, the host expected {expected}; restore a '
+                'capsule or reset, and report it'
+            )
+        return report
+
+    def _land_step(self, fed: bool, drafted: int) -> Step:
+        given = int(self.buffers['host.report'].tensor[layout.GIVEN])
+        report = self._land(self.mirror.position + (given if fed else 0))
+        tokens = report[layout.REPORT_HEAD :][:given]
+        check_sampled(tokens, self.mirror.position - given + 1)
+        return Step(tuple(tokens), self.mirror.position, drafted, given - 1 if drafted else 0)
+
+    def _empty(self) -> None:
+        reset_state(self.buffers)
+        self.boundary.note_kv_rewrite(0)
+        self.boundary.adopt('', True)
+        self.mirror.position, self.mirror.pending = 0, None
+
+    def _restored(self, info: CapsuleInfo | Mark, rows: tuple[int, ...]) -> None:
+        """Follow a restore or rollback; a state under another position is refused here."""
+        position = int(self.buffers['position'].tensor[0])
+        pending = int(self.buffers['pending'].tensor[0])
+        if position != info.position:
+            raise CapsuleCorrupt(
+                f'the state says position {position}, its capsule {info.position}; drop it'
+            )
+        self.mirror.position = position
+        self.mirror.pending = pending if pending >= 0 else None
+        self._new_epoch()
+
+    def _new_epoch(self) -> None:
+        self.runner.new_epoch()
+        self._redo = None
+
+    # -- checks: any thread ---------------------------------------------------------------------
+
+    def _append(self, tokens: Sequence[int], fresh: bool) -> Operation[Appended]:
+        ids = self._check_tokens(tokens)
+        with self.runner.starting():
+            position, pending = (0, None) if fresh else (self.position, self.pending)
+            if ids.size == 0:
+                raise PromptEmpty(
+                    'there are no tokens to append: give at least one, or call decode, which goes '
+                    'on from what the state holds'
+                )
+            if pending is not None:
+                ids = np.concatenate([np.array([pending], np.int32), ids])
+            chunks = plan_chunks(
+                ids.size, position, keys=self.settings.prefill_keys, context=self.context,
+                ridge=self.settings.ridge, smallest_span=self.settings.smallest_span,
+            )  # fmt: skip
+            jobs = []
+            for chunk in chunks:
+                part = ids[chunk.start - position :][: chunk.length]
+                fill = partial(self._fill_chunk, chunk, part, fresh and chunk is chunks[0])
+                land = partial(self._land, chunk.start + chunk.length)
+                jobs.append(Job(self._plans[('chunk', *chunk.key)], fill, land))
+            self._redo = None
+            name = 'prefill' if fresh else 'append'
+            return self.runner.launch(name, jobs, partial(_appended, chunks))
+
+    def _check_tokens(self, tokens: Sequence[int]) -> np.ndarray:
+        """Return the ids as int32; raises TokenUnknown for what is not a token."""
+        ids = np.asarray(tokens if isinstance(tokens, np.ndarray) else list(tokens))
+        if ids.size == 0:
+            return np.zeros(0, np.int32)
+        if ids.ndim != 1 or ids.dtype.kind not in 'iu':
+            raise TokenUnknown(
+                f'tokens {tokens!r:.80} are not a list of whole numbers; give token ids'
+            )
+        bad = ids[(ids < 0) | (ids >= self.vocab)]
+        if bad.size:
+            raise TokenUnknown(
+                f'token {int(bad[0])} is not in the vocabulary; give ids from 0 to '
+                f'{self.vocab - 1}, made by the tokenizer of this model'
+            )
+        return np.ascontiguousarray(ids, np.int32)
+
+    def _check_begun(self) -> None:
+        if self.position == 0:
+            raise PromptEmpty('the state is empty: prefill a prompt or restore a capsule first')
+
+    def check_room(self, position: int, fed: bool) -> int:
+        """Return how many tokens can be given out after these; raises PromptTooLong for none."""
+        room = self.context - position - fed
+        if room < 1:
+            raise PromptTooLong(
+                f'the context of {self.context} tokens is full; restore an earlier capsule, '
+                'reset, or bind with a longer context'
+            )
+        return room
+
+    def _drafts_of(self, options: Options | None, drafts: np.ndarray, limit: int | None,
+                   mask: Tensor | None) -> int:
+        """Return K of the next step: as many drafts as asked for, given, fitting and allowed."""
+        self._check_begun()
+        room = self.check_room(self.position, self.pending is not None)
+        if limit is not None and limit < 1:
+            raise ConfigError(f'limit is {limit}; a step gives out at least 1 token')
+        asked = int(drafts.size) or (0 if options is None else options.draft_tokens)
+        if asked > self.settings.draft_tokens or (asked and not drafts.size and not self.mtp):
+            raise ConfigError(
+                f'{asked} drafts are asked for; this session was bound with draft_tokens '
+                f'{self.settings.draft_tokens} and {"an" if self.mtp else "no"} MTP head'
+            )
+        if drafts.size and mask is not None:
+            raise ConfigError('drafts and a mask are given: the mask of a draft is not known')
+        if self.pending is None or mask is not None:
+            return 0
+        return min(asked, room - 1, (limit or room) - 1)
+
+
+def reset_state(buffers: BufferSet) -> None:
+    """Write the state of a fresh session; lane thread. KV beyond the extent is never read."""
+    buffers.arena.zero_()
+    buffers['pending'].tensor.fill_(layout.NOTHING_PENDING)
+    buffers['parameters'].tensor.copy_(torch.tensor(DEFAULTS.parameters()))
+
+
+def _appended(chunks: tuple[Chunk, ...], operation: Operation[Appended]) -> Appended:
+    us = tuple(sum(result.segments_us.values()) for result in operation.results)
+    return Appended(chunks[-1].start + chunks[-1].length, chunks, us)
+
+
+def _step(operation: Operation[Step]) -> Step:
+    result = operation.results[-1]
+    value: Step = result.value
+    return replace(value, us=sum(result.segments_us.values()))

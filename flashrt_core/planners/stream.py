@@ -1,0 +1,132 @@
+"""A stream of tokens that is pulled: nothing runs ahead of what was given out."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from collections.abc import Sequence
+from typing import Protocol
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from flashrt_core.errors import PromptTooLong
+from flashrt_core.planners.options import Options
+from flashrt_core.planners.protocol import Step
+from flashrt_core.planners.protocol import Token
+from flashrt_core.planners.text import TextStream
+from flashrt_core.planners.text import Tokenizer
+
+if TYPE_CHECKING:
+    from flashrt_core.planners.session import PlannerSession
+
+
+class Matcher(Protocol):
+    """A grammar on its way: the mask of the next token, and what was chosen."""
+
+    def mask(self) -> Tensor:
+        """Return which tokens may come next, int32 ``[words]`` on the CPU."""
+
+    def accept(self, token: int) -> None:
+        """Go on by a token."""
+
+    @property
+    def must_end(self) -> bool:
+        """Whether nothing but an end token may follow."""
+
+
+class Stream(Iterator[Token]):
+    """Decodes when it is asked for a token; iterate it on one thread, not the lane's.
+
+    It ends after ``max_tokens``, a stop token, a stop text, a complete grammar, a full context or
+    ``cancel``; ``reason`` says which. The state then holds what was given out and no more: the
+    last token is pending, and an append or another stream goes on from there. An error of a step
+    (a restore meanwhile, a failure) is raised once and ends it too.
+
+    ``rest``: text held back at the end, half of what might have become a stop text.
+    """
+
+    def __init__(
+        self,
+        session: PlannerSession,
+        options: Options,
+        tokenizer: Tokenizer | None = None,
+        matcher: Matcher | None = None,
+        before: Sequence[int] = (),
+    ) -> None:
+        self.reason = ''
+        self.rest = ''
+        self.drafted = self.accepted = 0
+        self._session = session
+        self._options = options
+        self._matcher = matcher
+        self._text = None if tokenizer is None else TextStream(tokenizer, options.stop, before)
+        self._given = 0
+        self._ready: deque[Token] = deque()
+        self._cancelled = False
+
+    def cancel(self) -> None:
+        """End after the tokens of the step that runs now; any thread."""
+        self._cancelled = True
+
+    def __next__(self) -> Token:
+        """Return the next token, decoding if none is left of the last step."""
+        if not self._ready and not self.reason:
+            self._advance()
+        if not self._ready:
+            raise StopIteration
+        return self._ready.popleft()
+
+    def _advance(self) -> None:
+        if self._cancelled:
+            self._end('cancelled')
+            return
+        try:
+            step = self._step()
+        except PromptTooLong:
+            if not self._given:
+                raise
+            self._end('context')
+            return
+        except BaseException:
+            self.reason = 'error'
+            raise
+        self.drafted += step.drafted
+        self.accepted += step.accepted
+        first = step.position - len(step.tokens) + 1
+        for i, token in enumerate(step.tokens):
+            text = '' if self._text is None else self._text.push(token)
+            self._ready.append(Token(token, text, first + i))
+            self._given += 1
+            reason = self._reason_after(token)
+            if reason:
+                if i + 1 < len(step.tokens):
+                    self._session.keep(i + 1).result()
+                self._end(reason)
+                return
+
+    def _step(self) -> Step:
+        mask = None if self._matcher is None else self._matcher.mask()
+        return self._session.decode(
+            self._options,
+            limit=self._options.max_tokens - self._given,
+            mask=mask,
+            revocable=bool(self._options.stop) and self._options.draft_tokens > 0,
+        ).result()
+
+    def _reason_after(self, token: int) -> str:
+        """Return why the stream ends with this token, '' if it does not."""
+        if token in self._session.settings.stop_ids:
+            return 'stop token'
+        if self._text is not None and self._text.stopped is not None:
+            return 'stop text'
+        if self._matcher is not None:
+            self._matcher.accept(token)
+            if self._matcher.must_end:
+                return 'grammar'
+        return 'length' if self._given >= self._options.max_tokens else ''
+
+    def _end(self, reason: str) -> None:
+        self.reason = reason
+        if self._text is not None:
+            self.rest = self._text.finish()
