@@ -1,0 +1,51 @@
+"""The planner's kernels: equal to their references, and a row's bits are its own."""
+from __future__ import annotations
+
+import os
+from pathlib import Path
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import flashrt_core
+from flashrt_core.kernels import _triton
+from flashrt_core.kernels import decode_attention
+from flashrt_core.kernels import delta_step
+from flashrt_core.kernels import row_products
+
+KERNELS = [row_products, decode_attention, delta_step]
+
+
+def name(kernel: object) -> str:
+    return kernel.__name__.rsplit('.', 1)[1]
+
+
+@pytest.mark.parametrize('kernel', KERNELS, ids=name)
+def test_the_kernel_equals_its_reference_in_tritons_interpreter(kernel):
+    triton = pytest.importorskip('triton')
+    if tuple(int(part) for part in triton.__version__.split('.')[:2]) < (3, 7):
+        pytest.skip('older interpreters fail on numpy >= 2.4')
+    child = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name('_interpret_planner.py')), name(kernel)],
+        capture_output=True, text=True, timeout=300, check=False,
+        env=os.environ | {'PYTHONPATH': str(Path(flashrt_core.__path__[0]).parent)})
+    assert child.returncode == 0, child.stderr
+    assert 'passed' in child.stdout
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize('kernel', KERNELS, ids=name)
+def test_the_kernel_passes_its_check_on_cuda(kernel):
+    assert kernel.selected(torch.device('cuda', 0)), _triton.choices()
+
+
+@pytest.mark.gpu
+def test_rows_of_real_size_agree_and_have_bits_of_their_own():
+    device, dtype = torch.device('cuda', 0), torch.bfloat16
+    assert row_products.check(device, dtype, 16480, 5120, 1e-2)
+    assert row_products.check(device, dtype, 5120, 17408, 1e-2)
+    assert delta_step.check(device, dtype, 48, 16, 128, 128, 1e-2)
+    lengths = (2046, 2047, 2048, 2049, 9000, 16000, 16001, 16383)
+    assert decode_attention.check(device, dtype, 24, 4, 256, lengths, 1e-2)
