@@ -75,12 +75,13 @@ def attend_all(q, k, v, mask, out, rows, T, q_batch, q_token, kv_batch, kv_token
 @lazy_jit
 def attend_split(q, prefix, mask, suffix, partial, top_out, norm_out, P, S, scale,  # type: ignore[no-untyped-def]
                  HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
-                 BM: tl.constexpr, SPAN: tl.constexpr, PDL: tl.constexpr):
+                 BM: tl.constexpr, SPAN: tl.constexpr, ALONE: tl.constexpr, PDL: tl.constexpr):
     """
     Attend one span of keys; grid (query rows of a head, spans + 1, batch * key heads).
 
     q [R, S, heads, D], prefix [P, 2, kv_heads, D] shared by the batch, mask [P], suffix
-    [R, S, 2, kv_heads, D]. The last span is the suffix: token 0 sees itself, the others all.
+    [R, S, 2, kv_heads, D]. The last span is the suffix, seen by all; ALONE: token 0 sees itself
+    alone of it.
     Each span's own result goes to partial [R * kv_heads, spans + 1, S * G, D], with its maximum
     and norm.
     """
@@ -117,7 +118,9 @@ def attend_split(q, prefix, mask, suffix, partial, top_out, norm_out, P, S, scal
     at = ((batch * S + i // G) * HEADS + head * G + i % G) * D
     query = tl.load(q + at[:, None] + d[None, :], mask=i[:, None] < rows, other=0.0)
     score = tl.dot(query, key) * scale
-    visible = seen[None, :] & ((t[None, :] == 0) | (i[:, None] >= G) | (split < spans))
+    visible = seen[None, :]
+    if ALONE:
+        visible = visible & ((t[None, :] == 0) | (i[:, None] >= G) | (split < spans))
     score = tl.where(visible, score, -1.0e30)
     score = tl.where(t[None, :] < keys, score, float('-inf'))
     top = tl.maximum(tl.max(score, 1), -1.0e30)
@@ -179,11 +182,14 @@ class FewQueries:
     """
     Attention of R rows' S suffix tokens to a shared prefix and their own suffix.
 
+    ``alone``: token 0 of a suffix sees no other token of it (Pi0's state).
     Holds the scratch of one shape; made outside the hot loop, its memory is the caller's pool.
     """
 
     def __init__(self, rows: int, suffix: int, prefix: int, heads: int, kv_heads: int,
-                 head_dim: int, device: torch.device, pdl: bool = False) -> None:
+                 head_dim: int, device: torch.device, pdl: bool = False,
+                 alone: bool = True) -> None:
+        self._alone = alone
         self._shape = (rows, suffix, prefix, heads, kv_heads, head_dim)
         self._splits = -(-prefix // SPAN) + 1
         self._pdl = pdl
@@ -208,8 +214,9 @@ class FewQueries:
         grid = (-(-lanes // 64), self._splits, R * kv_heads)
         attend_split[grid](
             q, prefix, mask, suffix, self._partial, self._top, self._norm, P, S,
-            D**-0.5 * LOG2E, HEADS=heads, KV_HEADS=kv_heads, D=D, BM=64, SPAN=SPAN, PDL=self._pdl,
-            num_warps=FEW_WARPS, num_stages=1, launch_pdl=self._pdl)
+            D**-0.5 * LOG2E, HEADS=heads, KV_HEADS=kv_heads, D=D, BM=64, SPAN=SPAN,
+            ALONE=self._alone, PDL=self._pdl, num_warps=FEW_WARPS, num_stages=1,
+            launch_pdl=self._pdl)
         attend_fold[(lanes, R * kv_heads)](
             self._partial, self._top, self._norm, out, S, self._splits,
             HEADS=heads, KV_HEADS=kv_heads, D=D, SPLITS=1 << (self._splits - 1).bit_length(),
@@ -240,13 +247,15 @@ def _check(device: torch.device) -> bool:
     q, own = draw(device, dtype, 2, 51, 8, 256, seed=2), draw(device, dtype, 2, 51, 2, 1, 256,
                                                               seed=3)
     out = torch.full_like(q, torch.nan)
-    few = FewQueries(2, 51, 150, 8, 1, 256, device, overlaps(device))
-    few(q, kv, mask, own, out)
     token = torch.arange(51, device=device)
-    sees = (token[None, :] == 0) | (token[:, None] > 0)
-    expected = attend_shared_prefix(q.float(), own[:, :, 0].float(), own[:, :, 1].float(),
-                                    kv[:, 0].float(), kv[:, 1].float(), mask, sees)
-    return all(agree) and close(out.flatten(2), expected)
+    for alone in (True, False):
+        few = FewQueries(2, 51, 150, 8, 1, 256, device, overlaps(device), alone)
+        few(q, kv, mask, own, out.fill_(torch.nan))
+        sees = (token[None, :] == 0) | (token[:, None] > 0) | (not alone)
+        expected = attend_shared_prefix(q.float(), own[:, :, 0].float(), own[:, :, 1].float(),
+                                        kv[:, 0].float(), kv[:, 1].float(), mask, sees)
+        agree.append(close(out.flatten(2), expected))
+    return all(agree)
 
 
 def _variants() -> tuple[Variant, ...]:
@@ -270,7 +279,9 @@ def _variants() -> tuple[Variant, ...]:
     add(attend_all, whole, 4, 2, (87, 90, 110), G=8, D=256, BD=256, BM=64, BN=64, MASKED=True)
     boards: tuple[tuple[bool, tuple[int, ...]], ...] = ((False, (87,)), (True, (90, 110)))
     for pdl, archs in boards:
-        add(attend_split, split, FEW_WARPS, 1, archs, **heads, BM=64, SPAN=SPAN, PDL=pdl)
+        for alone in (True, False):
+            add(attend_split, split, FEW_WARPS, 1, archs, **heads, BM=64, SPAN=SPAN, ALONE=alone,
+                PDL=pdl)
         add(attend_fold, fold, FOLD_WARPS, 3, archs, **heads, SPLITS=16, PDL=pdl)
     return tuple(found)
 

@@ -18,6 +18,7 @@ from flashrt_core.policies.pi0 import fast
 from flashrt_core.policies.pi0 import layout
 from flashrt_core.policies.pi0 import model
 from flashrt_core.policies.pi0 import pi05
+from flashrt_core.policies.pi0 import pi05_fast
 from flashrt_core.policies.pi0.config import Pi0Config
 from flashrt_core.runtime import BufferSet
 from flashrt_core.runtime import Graph
@@ -62,10 +63,10 @@ def make_graphs(c: Pi0Config, buffers: BufferSet) -> tuple[Graph, ...]:
 def forward_of(c: Pi0Config, device: torch.device) -> ModuleType:
     """Return ``fast`` where its kernels serve these sizes on this device, else ``model``.
 
-    Pi0.5 has its own, which differs in the expert.
+    Pi0.5 has its own of both, which differ in the expert.
     """
     if c.modulated:
-        return pi05
+        return pi05_fast if pi05_fast.selected(c, device) else pi05
     return fast if fast.selected(c, device) else model
 
 
