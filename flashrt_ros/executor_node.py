@@ -22,7 +22,6 @@ from flashrt_core.errors import FlashrtError
 from flashrt_core.errors import ObservationError
 from flashrt_core.errors import ParameterInvalid
 from flashrt_core.policies import make_policy
-from flashrt_core.policies import make_tokenizer
 from flashrt_core.policies import Session
 from flashrt_core.runtime import pick_backend
 from flashrt_ros.action import RunEpisode
@@ -119,7 +118,7 @@ class ExecutorNode(SafeLifecycleNode):
         backend = pick_backend(self.parameters['device'])
         self._session = session = make_policy(self.parameters['policy']).bind(
             backend, self.parameters['policy_config'], self._told)
-        self._tokenizer = _tokenizer_of(session)
+        self._tokenizer = session.tokenizer
         self.store = store = CapsuleStore(
             backend, self.parameters['capsule_gpu_bytes'], self.parameters['capsule_host_bytes'],
             self.parameters['capsule_disk_bytes'], self.parameters['capsule_directory'] or None,
@@ -367,11 +366,6 @@ class ExecutorNode(SafeLifecycleNode):
     @property
     def _simulated(self) -> bool:
         return bool(self.get_parameter('use_sim_time').value)
-
-
-def _tokenizer_of(session: Session) -> Any:
-    name = getattr(session.config, 'tokenizer', '')
-    return make_tokenizer(name) if name else None
 
 
 def main(argv: Sequence[str] | None = None) -> int:

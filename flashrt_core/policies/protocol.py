@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from flashrt_core.capsule import Boundary
+    from flashrt_core.policies.text import Tokenizer
     from flashrt_core.runtime import Backend
     from flashrt_core.runtime import BufferSet
     from flashrt_core.runtime import Lane
@@ -112,6 +113,11 @@ class Session(Protocol):
 
     @property
     def config(self) -> Any: ...
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """Turn a prompt or subgoal into the ids that this policy reads; None takes ids alone."""
+        ...
 
     @property
     def ports(self) -> tuple[PortSpec, ...]: ...

@@ -20,6 +20,7 @@ from flashrt_core.capsule import Identity
 from flashrt_core.errors import BadSize
 from flashrt_core.errors import DeviceLost
 from flashrt_core.policies import Chunk
+from flashrt_core.policies import make_tokenizer
 from flashrt_core.policies import Modality
 from flashrt_core.policies import PortSpec
 from flashrt_core.policies import TickInput
@@ -83,6 +84,7 @@ class FakeSession:
                  layout: str) -> None:
         c = self.config = config
         self.switches = switches
+        self.tokenizer = make_tokenizer(c.tokenizer) if c.tokenizer else None
         side = c.image_size
         self.ports = (
             *(PortSpec(v, Modality.IMAGE, 'uint8', (side, side, 3), 'RGB') for v in c.views),
