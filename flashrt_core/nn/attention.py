@@ -67,3 +67,33 @@ def attend_shared_prefix(
     from_suffix = weights[..., P:].reshape(Hk, R, G * S, S)
     y = y + torch.matmul(from_suffix, v).view(Hk, R, G, S, D)
     return y.permute(1, 3, 0, 2, 4).reshape(R, S, Hq * D)
+
+
+def attend_causal(q: Tensor, kv: Tensor, position: Tensor, length: Tensor) -> Tensor:
+    """Attention of T tokens from ``position`` on to all keys up to their own.
+
+    q [T, Hq, D], kv [span, 2, Hk, D] with the tokens' own keys stored, position and length int64
+    []. Returns [T, Hq, D]; rows from ``length`` on mean nothing. Keys beyond the last valid token
+    are not looked at, whatever they hold.
+    """
+    T, Hq, D = q.shape
+    Hk, at = kv.shape[2], torch.arange(len(kv), device=q.device)
+    live = at < position + length
+    k, v = torch.where(live[:, None, None, None], kv, 0).unbind(1)  # each [span, Hk, D]
+    seen = (at <= position + torch.arange(T, device=q.device)[:, None]) & live  # [T, span]
+    grouped = q.unflatten(1, (Hk, Hq // Hk)).permute(1, 2, 0, 3)  # [Hk, G, T, D]
+    scores = torch.matmul(grouped, k.permute(1, 2, 0)[:, None]).float() * D**-0.5
+    weights = scores.masked_fill(~seen, MASKED).softmax(-1).to(v.dtype)
+    y = torch.matmul(weights, v.transpose(0, 1)[:, None])  # [Hk, G, T, D]
+    return y.permute(2, 0, 1, 3).reshape(T, Hq, D)
+
+
+def store_rows(kv: Tensor, new: Tensor, position: Tensor, count: Tensor) -> None:
+    """Write the first ``count`` of new [T, 2, Hk, D] into kv [span, 2, Hk, D] at ``position``.
+
+    position and count int64 []; nothing else of kv changes.
+    """
+    at = torch.arange(len(kv), device=kv.device) - position
+    taken = (at >= 0) & (at < count)
+    moved = new.index_select(0, at.clamp(0, len(new) - 1))
+    kv.copy_(torch.where(taken[:, None, None, None], moved.to(kv.dtype), kv))

@@ -1,0 +1,48 @@
+"""Products and attention of few rows whose bits depend on each row alone.
+
+Decode, verification and branches feed different numbers of rows; a token must come out the same
+in all of them. On the CPU every row is a product of its own, on CUDA a row tile of fixed size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from flashrt_core.nn.attention import MASKED
+
+TILE = 16      # rows of a product on CUDA: fewer are padded
+KEY_STEP = 256  # keys; on the CPU a row attends a whole number of such steps
+
+
+def rows_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x [M, K] @ weight [N, K]^T as [M, N], each row as if it were alone."""
+    if x.device.type == 'cpu':
+        return torch.cat([F.linear(row, weight) for row in x.split(1)])
+    parts = [F.pad(part, (0, 0, 0, TILE - len(part))) for part in x.split(TILE)]
+    return torch.cat([F.linear(part, weight) for part in parts])[: len(x)]
+
+
+def attend_row(q: Tensor, kv: Tensor, position: Tensor) -> Tensor:
+    """Attention of one query at ``position`` (int64 []) to the keys 0 ... position.
+
+    q [Hq, D], kv [tokens, 2, Hk, D]; returns [Hq, D]. What lies in kv beyond has no influence.
+    """
+    Hq, D = q.shape
+    Hk = kv.shape[2]
+    seen = torch.arange(len(kv), device=q.device) <= position  # [T]
+    k, v = torch.where(seen[:, None, None, None], kv, 0).unbind(1)  # each [T, Hk, D]
+    scores = torch.matmul(q.view(Hk, Hq // Hk, D), k.permute(1, 2, 0)).float() * D**-0.5
+    weights = scores.masked_fill(~seen, MASKED).softmax(-1).to(v.dtype)  # [Hk, G, T]
+    return torch.matmul(weights, v.transpose(0, 1)).reshape(Hq, D)
+
+
+def key_span(position: Tensor, tokens: int) -> int:
+    """Return how many of ``tokens`` keys a row at ``position`` has to look at.
+
+    All of them on CUDA, where no size may depend on data.
+    """
+    if position.device.type != 'cpu':
+        return tokens
+    return min(tokens, (int(position) // KEY_STEP + 1) * KEY_STEP)
