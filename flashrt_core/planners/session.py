@@ -66,7 +66,7 @@ class PlannerSession:
         boundary: Boundary,
         runner: Runner,
         room: BranchRoom | None,
-        mtp: bool,
+        tokenizer: Tokenizer | None,
     ) -> None:
         self.config = config
         self.settings = settings
@@ -74,7 +74,8 @@ class PlannerSession:
         self.lane = lane
         self.boundary = boundary
         self.runner = runner
-        self.mtp = mtp
+        self.tokenizer = tokenizer
+        self.mtp = layout.MTP_KV in buffers
         self.vocab = int(config.vocab)
         self.context = int(config.context)
         self.ports = layout.ports(self.context, self.vocab)
@@ -240,14 +241,15 @@ class PlannerSession:
     ) -> Stream:
         """Return a stream that decodes as it is asked for tokens, see ``Stream``.
 
-        :param tokenizer: gives the tokens' text; ``options.stop`` needs one.
+        :param tokenizer: gives the tokens' text; None takes the session's, if it has one.
         :param matcher: of ``options.grammar``.
         :param before: tokens of the text that this stream goes on with.
         :raises ConfigError: stop texts without a tokenizer, a grammar without its matcher.
         """
         chosen = DEFAULTS if options is None else options
+        tokenizer = tokenizer or self.tokenizer
         if chosen.stop and tokenizer is None:
-            raise ConfigError("stop texts are given without a tokenizer; give the model's")
+            raise ConfigError('stop texts need a tokenizer; give one or name it in the config')
         if (chosen.grammar is None) != (matcher is None):
             raise ConfigError('a grammar and its matcher belong together; give both or neither')
         return Stream(self, chosen, tokenizer, matcher, before)
