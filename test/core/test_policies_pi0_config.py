@@ -17,6 +17,9 @@ from flashrt_core.policies.pi0 import Pi0Policy
 from flashrt_core.policies.pi0 import Statistics
 from flashrt_core.policies.pi0.config import NAMED
 from flashrt_core.policies.pi0.config import PI0
+from flashrt_core.policies.pi0.config import PI05
+from flashrt_core.policies.pi0.modulation import source_specs
+from flashrt_core.policies.pi0.modulation import table_spec
 from flashrt_core.policies.pi0.weights import random_weight
 from flashrt_core.policies.pi0.weights import weight_specs
 from flashrt_core.runtime import cpu_backend
@@ -24,9 +27,10 @@ from flashrt_core.runtime import cpu_backend
 CONFIG = Path(__file__).parents[2] / 'config'
 
 
-@pytest.mark.parametrize('name', ['tiny', 'pi0'])
-def test_a_name_and_its_file_give_the_same_config(name):
-    file = CONFIG / ('pi0.yaml' if name == 'pi0' else f'pi0_{name}.yaml')
+@pytest.mark.parametrize('name, file', [
+    ('tiny', 'pi0_tiny'), ('pi0', 'pi0'), ('pi05_tiny', 'pi05_tiny'), ('pi05', 'pi05')])
+def test_a_name_and_its_file_give_the_same_config(name, file):
+    file = CONFIG / f'{file}.yaml'
     assert load_config(name) == load_config(file) == load_config(str(file)) == NAMED[name]
 
 
@@ -84,6 +88,17 @@ def test_a_mapping_overrides_single_values_of_its_base():
     ({'views': ['a b']}, 'views.*characters'),
     ({'views': ['../top']}, 'views.*characters'),
     ({'flow_steps': 10**8}, 'flow_steps is 100000000'),
+    ({'family': 'pi1'}, "family 'pi1'"),
+    ({'family': 'pi05'}, 'state_tokens is 0'),
+    ({'state_tokens': 9}, 'state_tokens is 9'),
+    ({'policy': 'pi05'}, "policy 'pi05'.*'tiny'.*pi05_tiny"),
+    ({'policy': 'pi0', 'base': 'pi05'}, "policy 'pi0'.*'pi05'"),
+    ({'normalisation': 'minmax'}, "normalisation 'minmax'.*quantiles"),
+    ({'normalisation': 'quantiles'}, 'hold no state_q01'),
+    ({'base': 'pi05_tiny', 'normalisation': 'mean_std'}, 'hold no state_mean'),
+    ({'base': 'pi05_tiny', 'statistics': {'state_q99': []}}, 'state_q01 and state_q99 go'),
+    ({'base': 'pi05_tiny', 'statistics': {'state_q99': [1.0]}}, 'state_q99 has 1 values; give 4'),
+    ({'base': 'pi05_tiny', 'statistics': {'action_q01': [0.25, 0, 0, 0]}}, 'above that of'),
 ])
 def test_a_bad_config_is_refused_by_name(record: dict[str, Any], message: str):
     with pytest.raises(ConfigError, match=message):
@@ -121,6 +136,17 @@ def test_the_full_size_has_the_weights_that_pi0_has():
     assert 'prefix.layers.17.gate_up' not in specs
 
 
+def test_the_full_pi05_stores_its_modulation_as_a_table_and_reads_200_language_tokens():
+    specs, sources = weight_specs(PI05), source_specs(PI05)
+    count = sum(math.prod(spec.shape) for spec in specs.values())
+    assert 3.10e9 < count < 3.24e9
+    assert not [name for name in specs if name.startswith(('time_mlp', 'state_in'))]
+    # 37 norms of 1024 -> 3072, and the time MLP; the table is what they come to at ten times.
+    assert sum(math.prod(s.shape) for s in sources.values()) == 37 * 3072 * 1025 + 2 * 1024 * 1025
+    assert table_spec(PI05).shape == (10, 37, 3, 1024)
+    assert PI05.text_tokens == 200 and PI05.prefix_tokens == 968 and PI05.suffix_tokens == 50
+
+
 def test_random_weights_are_the_same_bits_in_any_order_and_everywhere():
     spec = weight_specs(SMALL)['expert.layers.0.down']
     values = random_weight('expert.layers.0.down', spec, 3)
@@ -135,6 +161,7 @@ def test_the_layout_fields_name_every_setting_that_changes_numbers():
     for change in (
         {'flow_steps': 5}, {'relative': (0,)}, {'statistics': Statistics()},
         {'time_dtype': 'float32'}, {'views': ('wrist', 'top')}, {'dtype': 'bfloat16'},
-        {'expert': GemmaDims(64, 2, 4, 2, 16, 48)},
+        {'expert': GemmaDims(64, 2, 4, 2, 16, 48)}, {'normalisation': 'identity'},
+        {'family': 'pi05', 'state_tokens': 9, 'normalisation': 'mean_std'},
     ):
         assert replace(SMALL, **change).layout() != SMALL.layout(), change
