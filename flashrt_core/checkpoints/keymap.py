@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Iterable
+from collections.abc import Iterator
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from flashrt_core.checkpoints.reader import SafetensorsReader
 from flashrt_core.errors import ConfigError
 
 SHOWN = 12
@@ -86,8 +87,14 @@ def check_keys(
     return used
 
 
+class PieceReader(Protocol):
+    """What gives a stored tensor piece by piece: (first row, rows), in order."""
+
+    def pieces(self, name: str) -> Iterator[tuple[int, Tensor]]: ...
+
+
 def read_into(
-    target: Target, names: Mapping[str, str], reader: SafetensorsReader, into: Tensor
+    target: Target, names: Mapping[str, str], reader: PieceReader, into: Tensor
 ) -> None:
     """Read the sources of one target into ``into``, its sources' rows one below the other.
 

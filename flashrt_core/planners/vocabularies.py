@@ -56,6 +56,28 @@ def needed(package: str, what: str) -> ConfigError:
     return ConfigError(f'{what} needs the package {package}; install it: pip install {package}')
 
 
+def make_tokenizer(name: str) -> ByteTokenizer:
+    """Return the tokenizer of a planner's setting ``tokenizer``.
+
+    :param name: 'qwen' (3.5 and 3.6), 'smollm2', or the path of a .gguf or tokenizer.json file.
+    :raises ConfigError: none of these, or what its file lacks.
+    """
+    from flashrt_core.planners.llama.gguf import open_gguf  # which needs this module
+    from flashrt_core.planners.llama.gguf import SMOLLM2
+
+    if name == 'qwen':
+        return qwen_tokenizer()
+    if name == SMOLLM2 or name.endswith('.gguf'):
+        with open_gguf(name) as reader:
+            return gguf_tokenizer(reader.fields, str(reader.path))
+    if name.endswith('.json'):
+        return json_tokenizer(name)
+    raise ConfigError(
+        f"tokenizer {name!r:.200} is unknown; give 'qwen', {SMOLLM2!r}, or the path of a .gguf or "
+        'tokenizer.json file'
+    )
+
+
 @functools.cache
 def qwen_tokenizer() -> ByteTokenizer:
     """Return the tokenizer of Qwen3.5 and 3.6, 248,077 tokens, in about two seconds.
