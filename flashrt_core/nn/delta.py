@@ -19,8 +19,7 @@ L2_EPS = 1e-6
 def causal_conv(columns: Tensor, channels: Tensor, weight: Tensor) -> Tensor:
     """Depthwise causal convolution and SiLU: channels [T, C] after columns [3, C], weight [C, 4].
 
-    Returns [T, C] in the dtype of ``channels``; sums go tap by tap, so a token's bits depend on
-    its four columns alone.
+    Returns [T, C] in the dtype of ``channels``; a token depends on its four columns alone.
     """
     T = len(channels)
     padded = torch.cat([columns, channels]).float()

@@ -6,6 +6,8 @@ in all of them. On the CPU every row is a product of its own, on CUDA a row tile
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -22,6 +24,17 @@ def rows_linear(x: Tensor, weight: Tensor) -> Tensor:
         return torch.cat([F.linear(row, weight) for row in x.split(1)])
     parts = [F.pad(part, (0, 0, 0, TILE - len(part))) for part in x.split(TILE)]
     return torch.cat([F.linear(part, weight) for part in parts])[: len(x)]
+
+
+def row_by_row(fn: Callable[..., Tensor], *xs: Tensor) -> Tensor:
+    """Return fn(*xs) of tensors [M, ...], each row as if it were alone.
+
+    For functions such as exp, sine or sigmoid: on the CPU the last few elements of a tensor take
+    another path than the vectors before them, with other bits.
+    """
+    if xs[0].device.type != 'cpu' or len(xs[0]) == 1:
+        return fn(*xs)
+    return torch.cat([fn(*rows) for rows in zip(*(x.split(1) for x in xs), strict=True)])
 
 
 def attend_row(q: Tensor, kv: Tensor, position: Tensor) -> Tensor:

@@ -135,12 +135,14 @@ def _tokens(c: Any, b: Tensors, layer: int, columns: Tensor, state: Tensor, chan
             a: Tensor, beta: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Return the read-outs [M, Hv, Dv] of consecutive tokens and the state after each."""
     at = f'layers.{layer}'
-    mixed = delta.causal_conv(columns, channels, b[f'{at}.conv'])
-    q, k, v = delta.split_heads(mixed, c.key_heads, c.value_heads, c.key_dim)
-    g, strength = delta.gates(a, beta, b[f'{at}.a_log'], b[f'{at}.dt_bias'])
     outs, states = [], []
     for t in range(len(channels)):
-        out, state = delta.delta_token(q[t], k[t], v[t], g[t], strength[t], state)
+        row = slice(t, t + 1)  # one at a time: its bits depend on it alone
+        mixed = delta.causal_conv(columns, channels[row], b[f'{at}.conv'])
+        columns = torch.cat([columns[1:], channels[row]])
+        q, k, v = delta.split_heads(mixed, c.key_heads, c.value_heads, c.key_dim)
+        g, strength = delta.gates(a[row], beta[row], b[f'{at}.a_log'], b[f'{at}.dt_bias'])
+        out, state = delta.delta_token(q[0], k[0], v[0], g[0], strength[0], state)
         outs.append(out)
         states.append(state)
     return torch.stack(outs), states

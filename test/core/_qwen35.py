@@ -22,7 +22,7 @@ TINY = NAMED['tiny'][0]
 SHAPES = {
     'tiny': {},
     'one key head': {'kv_heads': 1, 'key_heads': 1, 'value_heads': 3, 'key_dim': 24},
-    'no sharing': {'kv_heads': 4, 'key_heads': 4, 'value_dim': 32, 'rotary': 32},
+    'no sharing': {'kv_heads': 4, 'key_heads': 4, 'value_dim': 32, 'rotary': 32, 'mlp': 150},
     'tied, every second': {'tied': True, 'full_every': 2, 'layers': 5, 'mtp': False},
 }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from flashrt_core.nn.attention import attend_causal
 from flashrt_core.nn.attention import store_rows
 from flashrt_core.nn.rows import attend_row
 from flashrt_core.nn.rows import key_span
+from flashrt_core.nn.rows import row_by_row
 from flashrt_core.nn.rows import rows_linear
 from flashrt_core.planners.memory import Memory
 from flashrt_core.planners.qwen3_5.config import Qwen35Config
@@ -93,19 +95,18 @@ def rows(c: Qwen35Config, b: Tensors, tokens: Tensor, positions: Tensor,
 
     tokens int32 [M], positions int64 [M]. A row's bits depend on that row alone.
     """
-    cos, sin = rope_tables(positions, b[ROPE])
+    cos, sin = _rope(b, positions)
     x = _embed(c, b, tokens)
     for i in range(c.layers):
         at = f'layers.{i}'
         y = rms_norm(x, b[f'{at}.norm1'], c.eps)
         if c.is_full(i):
             q, gate, k, v = _heads(c, b, at, rows_linear(y, b[f'{at}.qkv']), cos, sin)
-            y = _gated(memory.attend(i, q, k, v), gate)
+            y = row_by_row(_gated, memory.attend(i, q, k, v), gate)
         else:
             channels, z, a, beta = _split(c, rows_linear(y, b[f'{at}.mix']))
             o = memory.mix(i, channels, a, beta)
-            y = delta.gated_norm(o, z.unflatten(1, (c.value_heads, -1)), b[f'{at}.gate_norm'],
-                                 c.eps).flatten(1)
+            y = row_by_row(partial(_normed, c, b[f'{at}.gate_norm']), o, z)
         x = x + rows_linear(y, b[f'{at}.out'])
         x = x + _mlp(c, b, at, x, rows_linear)
     return rms_norm(x, b['norm'], c.eps)
@@ -123,7 +124,7 @@ def mtp_note(c: Qwen35Config, b: Tensors, tokens: Tensor, hidden: Tensor, positi
     A pair is the hidden [M, D] at a position p (after the final norm) and the token at p + 1,
     int32 [M]; positions int64 [M] are consecutive. Keys and values depend on the pair alone.
     """
-    cos, sin = rope_tables(positions, b[ROPE])
+    cos, sin = _rope(b, positions)
     y = rms_norm(_mtp_input(c, b, tokens, hidden), b['mtp.layer.norm1'], c.eps)
     kv_rows = b['mtp.layer.qkv'][2 * c.q_dim :]
     k, v = rows_linear(y, kv_rows).unflatten(1, (2, c.kv_heads, c.head_dim)).unbind(1)
@@ -141,7 +142,7 @@ def mtp_draft(c: Qwen35Config, b: Tensors, token: Tensor, hidden: Tensor,
     tokens, positions = token[None], position[None]
     one = torch.ones_like(position)
     mtp_note(c, b, tokens, hidden[None], positions, one)
-    cos, sin = rope_tables(positions, b[ROPE])
+    cos, sin = _rope(b, positions)
     at = 'mtp.layer'
     x = _mtp_input(c, b, tokens, hidden[None])
     y = rms_norm(x, b[f'{at}.norm1'], c.eps)
@@ -152,6 +153,13 @@ def mtp_draft(c: Qwen35Config, b: Tensors, token: Tensor, hidden: Tensor,
     x = x + _mlp(c, b, at, x, rows_linear)
     x = rms_norm(x, b['mtp.norm'], c.eps)
     return head(c, b, x)[0], x[0]
+
+
+def _rope(b: Tensors, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Return cos and sin of few rows, each as if alone."""
+    both = row_by_row(lambda at: torch.stack(rope_tables(at, b[ROPE]), 1), positions)
+    cos, sin = both.unbind(1)
+    return cos, sin
 
 
 def _embed(c: Qwen35Config, b: Tensors, tokens: Tensor) -> Tensor:
@@ -186,6 +194,15 @@ def _gated(attended: Tensor, gate: Tensor) -> Tensor:
     return (attended * gate.sigmoid()).flatten(1)
 
 
+def _normed(c: Qwen35Config, weight: Tensor, o: Tensor, z: Tensor) -> Tensor:
+    """The gated norm of read-outs o [T, Hv, Dv] by z [T, Hv * Dv]; [T, Hv * Dv]."""
+    return delta.gated_norm(o, z.unflatten(1, (c.value_heads, -1)), weight, c.eps).flatten(1)
+
+
+def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
 def _split(c: Qwen35Config, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Cut y [T, .] into channels, z, a and b."""
     sizes = [c.channels, c.value_heads * c.value_dim, c.value_heads, c.value_heads]
@@ -203,11 +220,10 @@ def _recur(c: Qwen35Config, b: Tensors, i: int, y: Tensor, length: Tensor) -> Te
     o, after = delta.delta_chunks(q, k, v, g, beta, state, length)
     columns.copy_(delta.carried_columns(columns, channels, length))
     state.copy_(after)
-    z = z.unflatten(1, (c.value_heads, -1))
-    return delta.gated_norm(o, z, b[f'{at}.gate_norm'], c.eps).flatten(1)
+    return _normed(c, b[f'{at}.gate_norm'], o, z)
 
 
 def _mlp(c: Qwen35Config, b: Tensors, at: str, x: Tensor,
          product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     gate, up = product(rms_norm(x, b[f'{at}.norm2'], c.eps), b[f'{at}.gate_up']).chunk(2, dim=1)
-    return product(F.silu(gate) * up, b[f'{at}.down'])
+    return product(row_by_row(_swiglu, gate, up), b[f'{at}.down'])
