@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from flashrt_core.kernels._launch import close
 from flashrt_core.kernels._launch import draw
@@ -18,12 +17,13 @@ from flashrt_core.kernels._launch import overlaps
 from flashrt_core.kernels._triton import lazy_jit
 from flashrt_core.kernels._triton import triton_selected
 from flashrt_core.kernels._triton import Variant
+from flashrt_core.nn import delta
+from flashrt_core.nn.delta import L2_EPS
+from flashrt_core.nn.delta import TAPS
 
 if TYPE_CHECKING:
     import triton.language as tl
 
-TAPS = 4          # of the convolution; TAPS - 1 columns are carried
-L2_EPS = 1e-6
 BV = 32           # value columns of a program: 4 programs a head
 STEP_WARPS = 4
 NORM_HEADS, SHIFT = 4, 1024  # heads and channels of a program
@@ -206,34 +206,18 @@ def step_reference(channels: Tensor, a: Tensor, b: Tensor, conv: Tensor, a_log: 
     """
     Take the tokens of one row; return (out [tokens, Hv, Dv], the state after them).
 
-    columns [3, C], state [Hv, Dk, Dv]; everything else as for ``step``; computed in float32.
+    columns [3, C], state [Hv, Dk, Dv]; everything else as for ``step``.
     """
-    HV, DK, DV = state.shape
-    T, C = channels.shape
-    HK = (C - HV * DV) // (2 * DK)
-    padded = torch.cat([columns, channels]).float().t()[None]  # [1, C, 3 + T]
-    mixed = F.silu(F.conv1d(padded, conv.float()[:, None], groups=C))[0].t()  # [T, C]
-    mixed = mixed.to(channels.dtype).float()
-    q, k, v = mixed.split([HK * DK, HK * DK, HV * DV], dim=1)
-    q, k = (x.view(T, HK, DK).repeat_interleave(HV // HK, 1) for x in (q, k))
-    q = q * torch.rsqrt(q.pow(2).sum(-1, keepdim=True) + L2_EPS) * DK**-0.5
-    k = k * torch.rsqrt(k.pow(2).sum(-1, keepdim=True) + L2_EPS)
-    v = v.view(T, HV, DV)
-    decay = torch.exp(-a_log.float().exp() * F.softplus(a.float() + dt_bias.float()))
-    strength = b.float().sigmoid()
-    out, memory = [], state.float().clone()
-    for t in range(T):
-        memory = memory * decay[t, :, None, None]
-        change = (v[t] - torch.einsum('hdv,hd->hv', memory, k[t])) * strength[t, :, None]
-        memory = memory + k[t, :, :, None] * change[:, None]
-        out.append(torch.einsum('hdv,hd->hv', memory, q[t]))
-    return torch.stack(out), memory
-
-
-def norm_reference(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """What ``delta_norm`` writes for o and z [M, Hv, Dv], in float32."""
-    y = o.float() * torch.rsqrt(o.float().pow(2).mean(-1, keepdim=True) + eps)
-    return y * weight.float() * F.silu(z.float())
+    HV, DK, _ = state.shape
+    HK = (channels.shape[1] - HV * state.shape[2]) // (2 * DK)
+    mixed = delta.causal_conv(columns, channels, conv)
+    q, k, v = delta.split_heads(mixed, HK, HV, DK)
+    g, beta = delta.gates(a, b, a_log, dt_bias)
+    out = []
+    for t in range(len(channels)):
+        read, state = delta.delta_token(q[t], k[t], v[t], g[t], beta[t], state)
+        out.append(read)
+    return torch.stack(out), state
 
 
 def selected(device: torch.device) -> bool:
@@ -282,7 +266,7 @@ def check(device: torch.device, dtype: torch.dtype, HV: int, HK: int, DK: int, D
         branch = live.expand(2, -1, -1, -1).clone()  # both rows after this token, one row each
         agree.append(torch.equal(out, verified[at]))
         norm(out, z[at], weight, y, number(1), 1e-6, channels[at], live_columns, number(1), pdl)
-        agree.append(close(y, norm_reference(out, z[at], weight, 1e-6), tolerance))
+        agree.append(close(y, delta.gated_norm(out, z[at].float(), weight, 1e-6), tolerance))
         if t + 1 < T:
             out = torch.full((2, HV, DV), torch.nan, device=device)
             wide = given[t + 1:t + 2].repeat(2, 1)

@@ -3,13 +3,14 @@ import os
 
 os.environ['TRITON_INTERPRET'] = '1'
 
-import sys
-
 import torch
 
 from flashrt_core.kernels import decode_attention
+from flashrt_core.kernels import delta_chunk
 from flashrt_core.kernels import delta_step
+from flashrt_core.kernels import prefill_attention
 from flashrt_core.kernels import row_products
+from flashrt_core.kernels import token_rows
 
 CPU = torch.device('cpu')
 SINGLE = torch.float32
@@ -34,6 +35,26 @@ def decode_attention_() -> None:
     assert decode_attention.check(CPU, SINGLE, 4, 1, 32, (299, 300), EXACT)
 
 
+def delta_chunk_() -> None:
+    """Chunks that are full, short, padded and shorter than the convolution equal single tokens."""
+    for tokens in ((16, 16), (64, 2), (200, 130), (128, 128)):
+        assert delta_chunk.check(CPU, SINGLE, tokens, 6, 2, 16, EXACT), tokens
+
+
+def prefill_attention_() -> None:
+    """Tokens at the begin and at an offset, all or few of them valid, behind dead keys."""
+    for T, length, position in ((16, 16, 0), (16, 1, 100), (40, 33, 64)):
+        assert prefill_attention.check(CPU, SINGLE, 6, 2, 32, T, length, position, EXACT)
+
+
+def token_rows_() -> None:
+    """Heads are normed, rotated in part and stored where their slot says; the gate."""
+    for T in (3, 20):
+        assert token_rows.check(CPU, SINGLE, T, 6, 2, 32, 8, EXACT)
+
+
 if __name__ == '__main__':
-    globals()[f'{sys.argv[1]}_']()
-    print('passed')
+    for check in (row_products_, delta_step_, decode_attention_, delta_chunk_, prefill_attention_,
+                  token_rows_):
+        check()
+        print(check.__name__, 'passed')
