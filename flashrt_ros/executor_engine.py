@@ -342,8 +342,9 @@ class Engine:
             cut = self._interrupts.cut
             self._interrupts.submitted(prepared.subgoal_sequence, prepared.started_ns)
             self.watch.started(prepared.started_ns)
-            if self.admission is not None:
-                self.admission.tick_began(None if resync else self._next_due_ns(prepared))
+            admission = self.admission
+            if admission is not None:
+                admission.tick_began(None if resync else self._next_due_ns(prepared))
         submitted = time.perf_counter()
         prepared.digests.update(observation.digests())
         try:
@@ -353,8 +354,8 @@ class Engine:
                 self._interrupts.ended()
             raise
         finally:
-            if self.admission is not None:
-                self.admission.tick_ended()
+            if admission is not None:
+                admission.tick_ended()
         inferred = time.perf_counter()
         with control.submit_lock:
             self._running = None

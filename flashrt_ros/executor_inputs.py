@@ -99,4 +99,5 @@ class ExecutorInputs:
         except FlashrtError as error:
             self._node.count_refusal(error)
             self._node.outputs.event(
-                'refused', 'subgoal', {'code': error.code, 'message': str(error)})
+                'refused', 'subgoal', {'code': error.code, 'message': str(error),
+                                       'sequence': message.sequence})

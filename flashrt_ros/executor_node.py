@@ -4,6 +4,7 @@ configure loads, binds, captures, warms up and snapshots C0; activate ticks and 
 holds, then stops; cleanup frees the device. Exit status: see flashrt_ros/main.py.
 """
 
+from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import gc
@@ -25,6 +26,7 @@ from flashrt_core.policies import make_policy
 from flashrt_core.policies import Session
 from flashrt_core.runtime import pick_backend
 from flashrt_ros.action import RunEpisode
+from flashrt_ros.admission import Admission
 from flashrt_ros.clocks import RosClock
 from flashrt_ros.config_files import find_embodiment
 from flashrt_ros.control_loop import StepThread
@@ -82,6 +84,9 @@ class ExecutorNode(SafeLifecycleNode):
         self.stepping = threading.Lock()
         self.step_thread: StepThread | None = None
         self.ready_after_s = 0.0
+        # Asked before a capture; in bringup the planner must not run meanwhile.
+        self.may_configure: Callable[[], None] = lambda: None
+        self._admission: Admission | None = None
         self._stage, self._stage_progress = '', 0.0
         self._embodiment: Embodiment | None = None
         self._session: Session | None = None
@@ -112,10 +117,11 @@ class ExecutorNode(SafeLifecycleNode):
     def configure(self) -> None:
         """Load, bind, capture, warm up, snapshot C0."""
         begun = time.monotonic()
+        self.may_configure()
         check_at_configure(self.parameters)
         self._told('load', 0.0)
         self._embodiment = load_embodiment(find_embodiment(self.parameters['embodiment']))
-        backend = pick_backend(self.parameters['device'])
+        backend = pick_backend(self.parameters['device'], self.parameters['stream_priority'])
         self._session = session = make_policy(self.parameters['policy']).bind(
             backend, self.parameters['policy_config'], self._told)
         self._tokenizer = session.tokenizer
@@ -130,6 +136,7 @@ class ExecutorNode(SafeLifecycleNode):
         self.engine = Engine(
             session, self._embodiment, self.control, self.parameters, self._clock_reader,
             self.now_ns, self.report.counters, lambda: store.mark(session.boundary))
+        self.engine.admission = self._admission
         self.outputs.bind(self._embodiment, self.engine.ports.horizon, self.control.progress)
         self.verbs = Verbs(self.engine, store, self.parameters, self._prompt_tokens)
         self._prompt_tokens()
@@ -222,6 +229,18 @@ class ExecutorNode(SafeLifecycleNode):
     def epoch(self) -> int:
         """Restores so far."""
         return 0 if self.control is None else self.control.progress.epoch
+
+    def expects_ticks(self) -> bool:
+        """Whether the next tick comes by the clock; any thread."""
+        return self.engine is not None and self.engine.expects_ticks()
+
+    def admit_through(self, admission: Admission | None) -> None:
+        """Have ticks announced to a planner's admission; None ends it. Any thread."""
+        old, self._admission = self._admission, admission
+        if self.engine is not None:
+            self.engine.admission = admission
+        if old is not None:
+            old.tick_ended()
 
     def now_text(self) -> str:
         """Return in words where the node stands, the end of every reply."""

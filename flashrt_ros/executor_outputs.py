@@ -72,6 +72,8 @@ class ExecutorOutputs:
         self._status_lock = threading.Lock()
         self._status_due, self._closed = threading.Event(), threading.Event()
         threading.Thread(target=self._publish_statuses, name='status', daemon=True).start()
+        # Told of each event on the thread that tells it, under its locks: they only put it down.
+        self.listeners: list[Callable[[str, str, Mapping[str, Any]], None]] = []
         self._encoder: TrajectoryEncoder | None = None
         self._embodiment: Embodiment | None = None
         self.progress = Progress()
@@ -132,6 +134,8 @@ class ExecutorOutputs:
                         step=progress.step, kind=kind, name=name, detail=json.dumps(detail))
         message.header.stamp = self._now()
         self._events.publish(message)
+        for listener in tuple(self.listeners):
+            listener(kind, name, detail)
         told = f'{kind} {name}: {detail.get("message", "on request")}'
         if kind == 'fault' or detail.get('latched'):
             self._node.get_logger().error(told)

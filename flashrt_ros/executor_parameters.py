@@ -25,6 +25,8 @@ SPECS = (
                   'robot YAML: a path, or a file below config/', read_only=True),
     ParameterSpec('device', 'auto', 'where the policy runs', choices=('auto', 'cpu', 'cuda'),
                   read_only=True),
+    ParameterSpec('stream_priority', -1, 'of its CUDA streams; a lower number is served first',
+                  -3, 0, read_only=True),
     ParameterSpec('autostart', True, 'configure and activate at start', read_only=True),
     ParameterSpec('lock_step', False,
                   "steps only on ~/step, under the caller's clock: deterministic",

@@ -1,0 +1,125 @@
+"""The ~/plan action: a goal becomes a plan, its tokens and subgoals feedback, its end a result."""
+
+from typing import Any
+
+from rclpy.action import ActionServer
+from rclpy.action import CancelResponse
+from rclpy.action import GoalResponse
+from rclpy.action.server import ServerGoalHandle
+from rclpy.callback_groups import ReentrantCallbackGroup
+from rclpy.impl.implementation_singleton import rclpy_implementation
+from rclpy.task import Future
+
+from flashrt_core.errors import FlashrtError
+from flashrt_core.errors import ParameterInvalid
+from flashrt_ros.action import Plan as PlanAction
+from flashrt_ros.futures import run_in_thread
+from flashrt_ros.futures import wake
+from flashrt_ros.lifecycle import ACTIVE
+from flashrt_ros.msg import Subgoal
+from flashrt_ros.planner_plan import Plan
+from flashrt_ros.planner_plan import PlanRequest
+from flashrt_ros.planner_plan import Told
+
+RCLError = rclpy_implementation.RCLError
+
+
+class PlanServer:
+    """Serves goals on the node's executor; the plans themselves run on threads of the engine."""
+
+    def __init__(self, node: Any) -> None:
+        """Create the action server.
+
+        :param node: the planner node: ``engine``, ``frame``, ``count_refusal``, ``now_text``,
+            ``outputs``.
+        """
+        self._node = node
+        self._plans: dict[bytes, Plan] = {}  # by goal
+        self._server = ActionServer(
+            node, PlanAction, '~/plan', self._execute, callback_group=ReentrantCallbackGroup(),
+            goal_callback=lambda request: GoalResponse.ACCEPT, cancel_callback=self._cancel)
+
+    def _cancel(self, goal: ServerGoalHandle) -> CancelResponse:
+        plan = self._plans.get(bytes(goal.goal_id.uuid))
+        if plan is not None:
+            plan.stop('cancelled', 'the client has cancelled the goal')
+        return CancelResponse.ACCEPT
+
+    async def _execute(self, goal: ServerGoalHandle) -> PlanAction.Result:
+        key = bytes(goal.goal_id.uuid)
+        try:
+            self._node.frame.require((ACTIVE,), '~/plan')
+            request = read_goal(goal.request)
+            plan: Plan = await run_in_thread(
+                self._node, lambda: self._node.engine.start(
+                    request, lambda told: self._tell(goal, told), goal.request.preempt), 'plan')
+            self._plans[key] = plan
+            if goal.is_cancel_requested:
+                self._cancel(goal)
+            await self._end_of(plan)
+        except FlashrtError as error:
+            self._node.count_refusal(error)
+            goal.abort()
+            return PlanAction.Result(code=error.code, message=f'{error}; {self._node.now_text()}')
+        finally:
+            self._plans.pop(key, None)
+        return self._finish(goal, plan)
+
+    def _end_of(self, plan: Plan) -> Future:
+        """Return what to await: the plan's end, or that it is decoded where nobody waits."""
+        future = Future()
+
+        def settle(_: object) -> None:
+            if not future.done():
+                future.set_result(None)
+                wake(self._node)
+
+        plan.ended.add_done_callback(settle)
+        if not plan.request.wait:
+            plan.decoded.add_done_callback(settle)
+        return future
+
+    def _finish(self, goal: ServerGoalHandle, plan: Plan) -> PlanAction.Result:
+        end, times, items = plan.end_now(), plan.times, plan.items
+        result = PlanAction.Result(
+            success=end.code == 'ok', code=end.code,
+            message=f'{end.message}; {self._node.now_text()}',
+            subgoals=[item.text for item in items], sequences=[item.sequence for item in items],
+            outcomes=[item.outcome for item in items], replans=plan.replans, **vars(times))
+        if result.success:
+            goal.succeed()
+        elif goal.is_cancel_requested:
+            goal.canceled()
+        else:
+            goal.abort()
+        return result
+
+    def _tell(self, goal: ServerGoalHandle, told: Told) -> None:
+        plan = self._node.engine.plan if self._node.engine is not None else None
+        if not told.text:
+            self._node.outputs.status()
+        if told.phase == 'ready' or not goal.is_active:
+            return
+        item = told.item
+        try:
+            goal.publish_feedback(PlanAction.Feedback(
+                plan=0 if plan is None else plan.number, phase=told.phase,
+                tokens=0 if plan is None else plan.times.tokens, text=told.text,
+                subgoal=item.text, sequence=item.sequence, outcome=item.outcome))
+        except RCLError:
+            pass  # the goal ended meanwhile
+
+
+def read_goal(goal: PlanAction.Goal) -> PlanRequest:
+    """Check what does not depend on the planner.
+
+    :raises ParameterInvalid: a priority or deadline out of range.
+    """
+    if goal.priority not in (Subgoal.PRIORITY_NORMAL, Subgoal.PRIORITY_INTERRUPT):
+        raise ParameterInvalid(f'priority is {goal.priority}; give {Subgoal.PRIORITY_NORMAL} '
+                               f'(normal) or {Subgoal.PRIORITY_INTERRUPT} (interrupt)')
+    if not 0.0 <= goal.deadline_s < 86400.0:
+        raise ParameterInvalid(
+            f'deadline_s is {goal.deadline_s}; give 0 (the parameter) to 86400')
+    return PlanRequest(goal.instruction, goal.scene, goal.dry_run, goal.wait, goal.priority,
+                       goal.deadline_s)

@@ -1,0 +1,200 @@
+"""The planner's way to an executor: into its input slot in the same process, or over ROS.
+
+Bound: the subgoal is admitted by the executor's own slot, between two replays, without a message.
+Its token ids are on the host already, because grammar and stop text read them there; the next
+tick's copy-in takes them to the device. Over ROS the executor's answer is awaited: the reply of
+~/set_subgoal, or on the topic the event that tells of the acceptance or refusal.
+"""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+import json
+import queue
+import threading
+from typing import Any
+
+from flashrt_core.errors import ServiceError
+from flashrt_core.errors import SubgoalRefused
+from flashrt_core.errors import WrongState
+from flashrt_ros import qos
+from flashrt_ros.lifecycle import ACTIVE
+from flashrt_ros.lifecycle import INACTIVE
+from flashrt_ros.msg import Event
+from flashrt_ros.msg import ExecutorStatus
+from flashrt_ros.msg import Subgoal
+from flashrt_ros.planner_plan import Base
+from flashrt_ros.srv import SetSubgoal
+
+Heard = Callable[[str, str, Mapping[str, Any]], None]  # kind, name, detail of an executor's event
+_CONFIGURED = (INACTIVE, ACTIVE)
+
+
+class LinkTimeout(ServiceError):
+    """The executor did not answer a subgoal."""
+
+    code = 'executor_silent'
+
+
+class BoundLink:
+    """To an executor node of this process."""
+
+    kind = 'bound'
+
+    def __init__(self, executor: Any, heard: Heard) -> None:
+        """Listen to the executor's events.
+
+        :param executor: the executor node.
+        :param heard: called on a thread of this link, in the order of the events.
+        """
+        self._executor = executor
+        self._heard = heard
+        self._events: queue.SimpleQueue[tuple[str, str, Mapping[str, Any]] | None] = (
+            queue.SimpleQueue())
+        # The executor tells under its locks, so the event is only put down there.
+        self._tell = lambda kind, name, detail: self._events.put((kind, name, detail))
+        executor.outputs.listeners.append(self._tell)
+        threading.Thread(target=self._run, name='planner link', daemon=True).start()
+
+    def base(self) -> Base:
+        """Return the executor's episode and mark.
+
+        :raises WrongState: it is not configured.
+        """
+        engine, control = self._executor.engine, self._executor.control
+        if engine is None or control is None:
+            raise WrongState(f'the executor is {self._executor.state_label}; configure it first')
+        return Base(control.progress.episode, engine.slot.requested)
+
+    def write(self, text: str, sequence: int, episode: int, priority: int,
+              deadline_s: float) -> None:
+        """Admit a subgoal into the executor's slot.
+
+        :raises FlashrtError: it was refused; nothing has changed.
+        """
+        services = self._executor.services_made
+        services.frame.require(_CONFIGURED, 'a subgoal')
+        services.subgoal(Subgoal(sequence=sequence, episode=episode, text=text, priority=priority,
+                                 deadline_s=float(deadline_s)))
+
+    def close(self) -> None:
+        """Listen no more."""
+        if self._tell in self._executor.outputs.listeners:
+            self._executor.outputs.listeners.remove(self._tell)
+        self._events.put(None)
+
+    def _run(self) -> None:
+        while (event := self._events.get()) is not None:
+            self._heard(*event)
+
+
+class RosLink:
+    """To an executor of another process, below the same namespace unless its name is a full one.
+
+    Made on any thread, its entities live as long as the node; callbacks run on the executor thread
+    that spins it.
+    """
+
+    def __init__(self, node: Any, heard: Heard) -> None:
+        """Create publisher, client and subscriptions.
+
+        :param node: the planner node: ``parameters``, ``report``.
+        :param heard: called with each event, on the thread that spins the node.
+        """
+        self._node = node
+        self._heard = heard
+        self.kind = str(node.parameters['link'])
+        self._name = name = str(node.parameters['executor'])
+        self._status: ExecutorStatus | None = None
+        self._answered = threading.Condition()
+        self._answers: dict[int, str] = {}  # sequence -> '' accepted, or why not
+        self._awaited = 0
+        resolved = node.resolve_topic_name('subgoal')
+        self._publisher = node.create_publisher(
+            Subgoal, 'subgoal', qos.command(), qos_overriding_options=qos.overridable(),
+            event_callbacks=qos.publisher_events(resolved, node.report.qos_mismatch))
+        self._client = node.create_client(SetSubgoal, f'{name}/set_subgoal')
+        self._made = [
+            node.create_subscription(ExecutorStatus, f'{name}/status', self._on_status,
+                                     qos.status()),
+            node.create_subscription(Event, f'{name}/events', self._on_event, qos.record())]
+
+    def base(self) -> Base:
+        """Return the executor's episode and mark, as its latched status says.
+
+        :raises WrongState: it has not been heard, or is not configured.
+        """
+        status = self._status
+        if status is None or status.state not in _CONFIGURED:
+            state = 'silent' if status is None else status.state
+            raise WrongState(f'executor {self._node.resolve_topic_name(self._name)} is {state}; '
+                             'start and configure it, or set the parameter executor')
+        return Base(status.episode, status.subgoal_requested)
+
+    def write(self, text: str, sequence: int, episode: int, priority: int,
+              deadline_s: float) -> None:
+        """Send a subgoal and wait for the executor's answer; not on the spinning thread.
+
+        :raises SubgoalRefused: it was refused, for the reason told.
+        :raises LinkTimeout: no answer within ``link_timeout_s``.
+        """
+        message = Subgoal(sequence=sequence, episode=episode, text=text, priority=priority,
+                          deadline_s=float(deadline_s))
+        message.header.stamp = self._node.get_clock().now().to_msg()
+        if self.kind == 'service':
+            self._call(message)
+            return
+        with self._answered:
+            self._awaited = sequence
+            self._answers.pop(sequence, None)
+        self._publisher.publish(message)
+        limit = self._node.parameters['link_timeout_s']
+        with self._answered:
+            told = self._answered.wait_for(lambda: sequence in self._answers, limit)
+            self._awaited = 0
+            reason = self._answers.pop(sequence, None)
+        if not told or reason is None:
+            raise LinkTimeout(f'the executor has not told within {limit:g} s whether it accepts '
+                              f'subgoal {sequence}; is it there, and listening on `subgoal`?')
+        if reason:
+            raise SubgoalRefused(reason)
+
+    def close(self) -> None:
+        """Destroy what was made."""
+        for made in self._made:
+            self._node.destroy_subscription(made)
+        self._node.destroy_client(self._client)
+        self._node.destroy_publisher(self._publisher)
+
+    def _call(self, message: Subgoal) -> None:
+        limit = self._node.parameters['link_timeout_s']
+        if not self._client.service_is_ready():
+            raise LinkTimeout(f'service {self._client.srv_name} is not there; start the executor')
+        done = threading.Event()
+        future = self._client.call_async(SetSubgoal.Request(subgoal=message))
+        future.add_done_callback(lambda _: done.set())
+        if not done.wait(limit):
+            self._client.remove_pending_request(future)
+            raise LinkTimeout(f'{self._client.srv_name} has not answered within {limit:g} s')
+        reply = future.result()
+        if not reply.success:
+            raise SubgoalRefused(f'[{reply.code}] {reply.message}')
+
+    def _on_status(self, message: ExecutorStatus) -> None:
+        self._status = message
+
+    def _on_event(self, message: Event) -> None:
+        try:
+            detail = json.loads(message.detail or '{}')
+        except ValueError:
+            detail = {}
+        with self._answered:
+            if message.kind == 'subgoal':
+                self._answers[int(detail.get('sequence', 0))] = ''
+            elif message.kind == 'refused' and message.name == 'subgoal':
+                self._answers.setdefault(int(detail.get('sequence', 0)),
+                                         f'[{detail.get("code")}] {detail.get("message")}')
+            for old in [sequence for sequence in self._answers if sequence != self._awaited]:
+                del self._answers[old]
+            self._answered.notify_all()
+        self._heard(message.kind, message.name, detail)
+

@@ -1,0 +1,320 @@
+"""The planner: a lifecycle node that turns instructions into subgoals for an executor.
+
+configure loads, binds, captures, reads the context that all plans share and pins it as a capsule;
+activate takes goals of ~/plan; deactivate ends the plan that runs. Exit status: see main.py.
+"""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+import gc
+import sys
+import time
+from typing import Any
+
+from rclpy.callback_groups import MutuallyExclusiveCallbackGroup
+from std_msgs.msg import String
+
+from flashrt_core.capsule import CapsuleStore
+from flashrt_core.errors import ConfigError
+from flashrt_core.errors import FlashrtError
+from flashrt_core.planners import make_planner
+from flashrt_core.planners.protocol import Session
+from flashrt_core.runtime import pick_backend
+from flashrt_ros import qos
+from flashrt_ros.admission import Admission
+from flashrt_ros.capsule_services import CapsuleServices
+from flashrt_ros.executor_services import RESERVED_CAUSES
+from flashrt_ros.hold import Cause
+from flashrt_ros.lifecycle import SafeLifecycleNode
+from flashrt_ros.main import EXIT_DEVICE_LOST
+from flashrt_ros.main import run_node
+from flashrt_ros.main import StopRequest
+from flashrt_ros.msg import PlannerStatus
+from flashrt_ros.msg import SubgoalOutcome
+from flashrt_ros.planner_action import PlanServer
+from flashrt_ros.planner_engine import CONTEXT
+from flashrt_ros.planner_engine import MARKS
+from flashrt_ros.planner_engine import PlannerEngine
+from flashrt_ros.planner_language import find_grammar
+from flashrt_ros.planner_language import Language
+from flashrt_ros.planner_link import BoundLink
+from flashrt_ros.planner_link import RosLink
+from flashrt_ros.planner_outputs import PlannerOutputs
+from flashrt_ros.planner_parameters import check_at_configure
+from flashrt_ros.planner_parameters import planner_parameters
+from flashrt_ros.planner_plan import DONE
+from flashrt_ros.planner_plan import FAILED
+from flashrt_ros.planner_plan import TIMED_OUT
+from flashrt_ros.planner_report import PlannerReport
+from flashrt_ros.planner_verbs import PlannerVerbs
+from flashrt_ros.service_frame import ServiceFrame
+
+_OUTCOMES = {SubgoalOutcome.DONE: DONE, SubgoalOutcome.FAILED: FAILED,
+             SubgoalOutcome.TIMED_OUT: TIMED_OUT}
+# Shares of configure's progress by the stages that a planner reports while it binds.
+_STAGES = {'load': ('loading', 0.0, 0.5), 'bind': ('binding', 0.5, 0.1),
+           'capture': ('capturing', 0.6, 0.25), 'warm up': ('warming up', 0.85, 0.05)}
+
+
+class PlannerNode(SafeLifecycleNode):
+    """One planner for one executor; see config/planner.yaml and doc/planner_parameters.md."""
+
+    def __init__(self, stop: StopRequest | None = None, *, executor: Any = None,
+                 **kwargs: Any) -> None:
+        """Declare parameters, create publishers, services and the action; nothing is loaded yet.
+
+        :param stop: told when the device is lost; None in tests.
+        :param executor: the executor node of this process to bind to; None: over ROS.
+        :param kwargs: of rclpy's Node.
+        :raises ConfigError: a parameter given at start is refused.
+        """
+        super().__init__('planner', **kwargs)
+        self._stop_request = stop or StopRequest()
+        self.parameters = planner_parameters()
+        self.parameters.declare(self)
+        self.parameters.on_refusal(self.count_refusal)
+        self.engine: PlannerEngine | None = None
+        self.verbs: PlannerVerbs | None = None
+        self.store: CapsuleStore | None = None
+        self.admission: Admission | None = None
+        # Asked before a capture; in bringup the executor must not run meanwhile.
+        self.may_configure: Callable[[], None] = lambda: None
+        self.ready_after_s = 0.0
+        self._stage, self._stage_progress = '', 0.0
+        self._session: Session | None = None
+        self._ending = False
+        self._scene = ''
+        self._last_code = ''
+        self.report = PlannerReport(self)
+        self.outputs = PlannerOutputs(self, self.report.qos_mismatch, self._fill_status)
+        self.link: BoundLink | RosLink = (
+            RosLink(self, self._heard) if executor is None else BoundLink(executor, self._heard))
+        self._executor = executor
+        self.frame = ServiceFrame(self)
+        CapsuleServices(self.frame, self, kept=CONTEXT, why_kept='every plan begins from',
+                        unit='token')
+        self.frame.start()
+        self._plan_server = PlanServer(self)
+        group = MutuallyExclusiveCallbackGroup()
+        self._listen(SubgoalOutcome, 'subgoal_outcome', self._on_outcome, qos.record(), group)
+        self._listen(String, 'scene', self._on_scene, qos.command(), group)
+        self.outputs.status()
+
+    # -- lifecycle, on the transition thread ----------------------------------------------------
+
+    def configure(self) -> None:
+        """Load, bind, capture, read and pin the context."""
+        begun = time.monotonic()
+        self.may_configure()
+        of = self.parameters
+        check_at_configure(of)
+        self._told('load', 0.0)
+        grammar = find_grammar(of['grammar'])
+        backend = pick_backend(of['device'], of['stream_priority'])
+        self._session = session = make_planner(of['planner']).bind(
+            backend, of['planner_config'], self._told)
+        self.store = store = CapsuleStore(
+            backend, of['capsule_gpu_bytes'], of['capsule_host_bytes'], of['capsule_disk_bytes'],
+            of['capsule_directory'] or None, of['allow_disk_capsules'])
+        store.prepare(session.boundary, MARKS)
+        language = Language(session, grammar, form=of['prompt_form'],
+                            system_prompt=of['system_prompt'])
+        engine = PlannerEngine(session, store, language, self.link, of, self.report.counters,
+                               self._device_lost, lambda: self._scene)
+        if self._executor is not None:
+            self.admission = Admission(
+                self.report.counters, expects_ticks=self._executor.expects_ticks,
+                margin_s=of['admission_margin_s'])
+            session.lane.gate = self.admission
+        self._enter('reading context', 0.9)
+        engine.read_context()
+        engine.warm_up()
+        self.engine, self.verbs = engine, PlannerVerbs(engine, store, of, self.outputs)
+        gc.collect()
+        gc.freeze()
+        self.ready_after_s = time.monotonic() - begun
+        self._stage = ''
+        self.get_logger().info(
+            f'{of["planner"]} ({of["planner_config"]}) on {backend.device} is ready after '
+            f'{self.ready_after_s:.1f} s; {engine.context_tokens} tokens of context are pinned, '
+            f'subgoals go out by {self.link.kind}')
+
+    def activate(self) -> None:
+        """Take goals; between the executor's ticks from now on."""
+        if self._executor is not None:
+            self._executor.admit_through(self.admission)
+
+    def deactivate(self) -> None:
+        """End the plan that runs."""
+        if self._executor is not None:
+            self._executor.admit_through(None)
+        if self.engine is not None:
+            self.engine.close()
+
+    def teardown(self) -> None:
+        """Free everything; callable at any time and twice."""
+        if self._executor is not None:
+            self._executor.admit_through(None)
+        if self._session is not None:
+            self._session.lane.gate = None
+        if self.engine is not None:
+            self.engine.close()
+        if self._session is not None:
+            self._session.close()
+        if self.store is not None:
+            self.store.close()
+        self.engine = self.verbs = self.store = self._session = self.admission = None
+        self._stage = ''
+        gc.unfreeze()
+        gc.collect()
+
+    def on_state_change(self) -> None:
+        """Publish the status of the new state."""
+        self.outputs.status()
+
+    def stop(self, timeout_s: float) -> bool:
+        """End in order; False when a transition did not end in time."""
+        self._ending = True
+        if self.engine is not None:
+            self.engine.stop('cancelled', 'the node ends')
+        ended = self.finish(timeout_s + self.parameters['shutdown_timeout_s'])
+        self.frame.close()
+        self.link.close()
+        return ended
+
+    # -- what services and reports ask ----------------------------------------------------------
+
+    @property
+    def phase(self) -> str:
+        """What the node does now, in the words of ~/status."""
+        if self._stage:
+            return self._stage
+        if self.last_transition_error:
+            return 'failed'
+        engine = self.engine
+        if engine is None:
+            return 'unconfigured'
+        plan = engine.plan
+        return 'ready' if plan is None or plan.ended.done() else plan.phase
+
+    @property
+    def configured(self) -> bool:
+        """Whether there is a session to serve."""
+        return self.engine is not None
+
+    @property
+    def session_name(self) -> str:
+        """Name under which the store keeps this node's capsules."""
+        assert self._session is not None
+        return str(self._session.boundary.session)
+
+    @property
+    def epoch(self) -> int:
+        """Restores and rollbacks that were asked for."""
+        return 0 if self.engine is None else self.engine.epoch
+
+    def now_text(self) -> str:
+        """Return in words where the node stands, the end of every reply."""
+        engine = self.engine
+        if engine is None:
+            return f'the node is {self.state_label}'
+        return (f'now {self.state_label}, {self.phase}, plan {engine.plans}, '
+                f'{engine.session.position} tokens in the state')
+
+    def count_refusal(self, error: Exception) -> None:
+        """Count a refusal by its code, for diagnostics."""
+        self.report.refused(error.code if isinstance(error, FlashrtError) else 'internal')
+
+    # -- what is heard --------------------------------------------------------------------------
+
+    def _heard(self, kind: str, name: str, detail: Mapping[str, Any]) -> None:
+        """Take an event of the executor, in order; it may end the plan or a subgoal of it."""
+        engine = self.engine
+        plan = None if engine is None else engine.plan
+        if engine is None or plan is None or plan.ended.done() or plan.request.dry_run:
+            return
+        if kind == 'subgoal':
+            sequence = int(detail.get('sequence', 0))
+            if not plan.is_own(sequence):
+                what = 'an interrupt' if detail.get('interrupt') else 'a subgoal of somebody else'
+                plan.stop('superseded', f'{what}, subgoal {sequence}, has taken its place')
+        elif kind in ('reset', 'restore', 'rollback'):
+            plan.stop('superseded', f'the executor was put back ({kind} {name})')
+        elif kind == 'hold' and name == Cause.SUBGOAL_DEADLINE:
+            plan.outcome(plan.sequence, 0, TIMED_OUT, 'its deadline has passed, the robot holds')
+        elif kind == 'hold' and name not in RESERVED_CAUSES:
+            engine.stop('superseded', f'the robot was held ({name})', decoding_only=True)
+
+    def _on_outcome(self, message: SubgoalOutcome) -> None:
+        engine = self.engine
+        plan = None if engine is None else engine.plan
+        outcome = _OUTCOMES.get(message.outcome)
+        if plan is None or outcome is None or not plan.outcome(
+                message.sequence, message.episode, outcome, message.message):
+            self.report.refused('outcome_unexpected')
+
+    def _on_scene(self, message: String) -> None:
+        self._scene = message.data
+
+    def _listen(self, message_type: Any, topic: str, callback: Any, profile: Any,
+                group: Any) -> None:
+        self.create_subscription(
+            message_type, topic, callback, profile, callback_group=group,
+            event_callbacks=qos.subscription_events(
+                self.resolve_topic_name(topic), self.report.qos_mismatch),
+            qos_overriding_options=qos.overridable())
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _told(self, stage: str, fraction: float) -> None:
+        """Take a planner's progress; the place where a configure under way can be ended."""
+        if self._ending:
+            raise ConfigError('configure was given up because the node is ending; start it anew')
+        words, begin, share = _STAGES.get(stage, (stage, 0.9, 0.05))
+        self._enter(words, begin + share * min(max(fraction, 0.0), 1.0))
+
+    def _enter(self, words: str, progress: float) -> None:
+        if words != self._stage or progress - self._stage_progress >= 0.01:
+            self._stage, self._stage_progress = words, progress
+            self.outputs.status()
+
+    def _fill_status(self, message: PlannerStatus) -> None:
+        of, engine = self.parameters, self.engine
+        message.state, message.phase = self.state_label, self.phase
+        message.progress = self._stage_progress if self._stage else float(engine is not None)
+        message.planner, message.link = f'{of["planner"]} ({of["planner_config"]})', self.link.kind
+        if engine is None:
+            return
+        session, plan = engine.session, engine.plan
+        message.device = str(session.lane.backend.device)
+        message.position, message.context_tokens = session.position, engine.context_tokens
+        message.active_capsule, message.bit_exact = engine.active_capsule, engine.bit_exact
+        message.poisoned = session.boundary.poisoned or ''
+        if plan is not None:
+            message.plan, message.instruction = plan.number, plan.request.instruction
+            message.subgoals = [item.text for item in plan.items]
+            message.current, message.sequence = plan.current, plan.sequence
+            if plan.ended.done():
+                self._last_code = plan.ended.result().code
+        message.code = self._last_code
+
+    def _device_lost(self, error: FlashrtError) -> None:
+        self.get_logger().fatal(
+            f'[{error.code}] {error}; exit status {EXIT_DEVICE_LOST}, to be respawned')
+        self._stop_request.set(f'{error.code}: {error}', EXIT_DEVICE_LOST)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the planner until SIGINT, SIGTERM or a lost device; returns the exit status."""
+    def make(stop: StopRequest) -> PlannerNode:
+        node = PlannerNode(stop)
+        if node.parameters['autostart']:
+            node.autostart()
+        return node
+
+    return run_node(make, argv)
+
+
+if __name__ == '__main__':
+    sys.exit(main())

@@ -1,0 +1,254 @@
+"""The planner node: plans, cancel, subgoals out, outcomes, capsule services."""
+
+from pathlib import Path
+import threading
+
+from _fake_planner import FakePlanner
+from _planner_rig import FIRST
+from _planner_rig import planner_rig
+from _planner_rig import SECOND
+from _planner_rig import TWO
+from _ros_fixtures import wait_until
+from action_msgs.msg import GoalStatus
+import pytest
+
+from flashrt_ros.msg import Subgoal
+from flashrt_ros.msg import SubgoalOutcome
+
+pytestmark = pytest.mark.ros
+BOTH = pytest.mark.parametrize('bound', [True, False], ids=['bound', 'over ROS'])
+
+
+def until_latched(robot, sequence: int) -> None:
+    wait_until(lambda: robot.executor.engine.slot.latched == sequence,
+               f'subgoal {sequence} to be latched')
+
+
+@BOTH
+def test_a_plan_is_decoded_and_its_subgoals_are_carried_out_one_after_the_other(
+        tmp_path: Path, bound: bool) -> None:
+    with planner_rig(tmp_path, bound=bound) as (planner, robot):
+        robot.run()
+        goal = planner.goal(TWO, scene='blocks: red. zones: blue.', wait=True)
+        until_latched(robot, 1)
+        assert robot.executor.engine.slot.requested == 1, 'the second waits for the first'
+        planner.outcome(1)
+        until_latched(robot, 2)
+        wait_until(lambda: any(c.subgoal_sequence == 2 for c in robot.chunks), 'its chunk')
+        planner.outcome(2)
+        result = goal.result()
+        assert goal.status == GoalStatus.STATUS_SUCCEEDED and result.code == 'ok', result.message
+        assert list(result.subgoals) == [FIRST, SECOND] and list(result.sequences) == [1, 2]
+        assert list(result.outcomes) == ['done', 'done'] and result.capsule_hit
+        assert result.tokens >= len(f'{FIRST}; {SECOND}.') and result.prompt_tokens > 0
+        assert 0 < result.restore_us < result.ttft_us and result.append_us < result.ttft_us
+        assert ''.join(f.text for f in goal.feedback) == f'{FIRST}; {SECOND}.'
+        assert {f.phase for f in goal.feedback} == {'restore', 'append', 'decode', 'execute'}
+        told = robot.until_event('subgoal', '2')
+        assert SECOND in told.detail and '"deadline_s": 30.0' in told.detail
+        wait_until(lambda: planner.statuses[-1].phase == 'ready', 'the last status')
+        assert planner.statuses[-1].code == 'ok' and planner.statuses[-1].sequence == 2
+        assert 'say: put the red block' in planner.model.switches.prompts[-1]
+
+
+def test_without_wait_the_result_comes_when_the_plan_is_decoded_and_it_goes_on(
+        tmp_path: Path) -> None:
+    with planner_rig(tmp_path) as (planner, robot):
+        robot.run()
+        result = planner.goal(TWO).result()
+        assert result.success and list(result.sequences) == [1, 0]
+        planner.outcome(1)
+        until_latched(robot, 2)
+        again = planner.goal(SECOND).result()
+        assert again.success and list(again.sequences) == [3], 'a plan without a waiting client'
+        assert planner.counter('plans_superseded') == 1
+
+
+def test_a_dry_run_writes_nothing_and_needs_no_executor(tmp_path: Path) -> None:
+    with planner_rig(tmp_path, bound=False, executor='nobody') as (planner, robot):
+        result = planner.goal(dry_run=True).result()
+        assert result.success and list(result.subgoals) == [FIRST, SECOND]
+        assert robot.executor.engine.slot.requested == 0
+        refused = planner.goal().result()
+        assert refused.code == 'wrong_state' and '/nobody' in refused.message
+
+
+def test_an_instruction_outside_the_grammar_is_answered_cannot_and_nothing_moves(
+        tmp_path: Path) -> None:
+    with planner_rig(tmp_path) as (planner, robot):
+        robot.run()
+        goal = planner.goal('make me a coffee', wait=True)
+        result = goal.result()
+        assert goal.status == GoalStatus.STATUS_ABORTED and result.code == 'cannot'
+        assert 'coffee' in result.message and not result.subgoals
+        assert robot.executor.engine.slot.requested == 0 and planner.counter('plans_cannot') == 1
+        for bad in ('', '  ', 'x' * 5000, 'go home\nplan: ', 'go\x07home'):
+            assert planner.goal(bad).result().code == 'parameter_invalid', bad
+        assert planner.goal(SECOND).result().success, 'and it goes on as if nothing was'
+
+
+def test_what_a_model_writes_against_the_grammar_ends_the_plan_before_it_is_written(
+        tmp_path: Path) -> None:
+    model = FakePlanner(script=lambda prompt: 'go home; jump.')
+    with planner_rig(tmp_path, model, grammar='none') as (planner, robot):
+        assert list(planner.goal(SECOND).result().subgoals) == ['go home; jump.'], 'any text'
+    with planner_rig(tmp_path, FakePlanner(script=lambda prompt: 'jump.')) as (planner, robot):
+        result = planner.goal(SECOND).result()
+        assert not result.success and robot.executor.engine.slot.requested == 0
+
+
+def test_a_subgoal_longer_than_the_slot_is_refused_with_both_lengths(tmp_path: Path) -> None:
+    model = FakePlanner(script=lambda prompt: 'z' * 40 + '\n')
+    with planner_rig(tmp_path, model, grammar='none') as (planner, robot):
+        robot.run()
+        result = planner.goal(SECOND, wait=True).result()
+        assert result.code == 'config_invalid'
+        assert '40 tokens' in result.message and 'at most 24' in result.message
+        assert list(result.sequences) == [0] and robot.executor.engine.slot.requested == 0
+
+
+@BOTH
+def test_a_cancel_ends_at_a_tokens_boundary_and_goes_back_to_the_mark(
+        tmp_path: Path, bound: bool) -> None:
+    with planner_rig(tmp_path, bound=bound) as (planner, robot):
+        robot.run()
+        gate = threading.Event()
+        goal = planner.goal().until('append')
+        goal.result()
+        planner.model.switches.gate = gate
+        waiting = planner.model.switches.waiting
+        goal = planner.goal('go home', wait=True)
+        wait_until(lambda: planner.model.switches.waiting > waiting, 'a decode step')
+        goal.cancel()
+        planner.model.switches.gate = None
+        gate.set()
+        result = goal.result()
+        assert goal.status == GoalStatus.STATUS_CANCELED and result.code == 'cancelled'
+        assert planner.session.text.endswith('say: go home\nplan: '), 'its mark'
+        assert planner.counter('rollbacks') == 1 and not result.subgoals
+        assert planner.goal('go home').result().success
+
+
+def test_a_cancel_at_any_moment_leaves_a_planner_that_plans(tmp_path: Path) -> None:
+    model = FakePlanner(step_s=0.001, chunk_s=0.005)
+    with planner_rig(tmp_path, model) as (planner, robot):
+        robot.run()
+        for wait_ms in range(0, 60, 6):
+            goal = planner.goal(wait=True)
+            threading.Event().wait(wait_ms / 1e3)
+            goal.cancel()
+            assert goal.result().code == 'cancelled'
+        result = planner.goal().result()
+        assert result.success and list(result.subgoals) == [FIRST, SECOND]
+
+
+def test_one_plan_at_a_time_and_a_preempting_one_takes_its_place(tmp_path: Path) -> None:
+    model = FakePlanner()
+    with planner_rig(tmp_path, model) as (planner, robot):
+        robot.run()
+        model.switches.step_s = 0.02
+        slow = planner.goal(wait=True).until('decode')
+        refused = planner.goal('go home').result()
+        assert refused.code == 'busy' and 'preempt' in refused.message
+        goal = planner.goal('go home', preempt=True, priority=Subgoal.PRIORITY_INTERRUPT)
+        assert slow.result().code == 'superseded'
+        result = goal.result()
+        assert result.success and list(result.subgoals) == ['go home'], result.message
+        until_latched(robot, result.sequences[0])
+        assert '"interrupt": true' in robot.until_event('subgoal', '1').detail
+
+
+@BOTH
+def test_an_interrupt_of_the_executor_ends_the_plan_and_nothing_of_it_comes_later(
+        tmp_path: Path, bound: bool) -> None:
+    with planner_rig(tmp_path, bound=bound) as (planner, robot):
+        robot.run()
+        planner.model.switches.step_s = 0.01
+        goal = planner.goal(TWO, wait=True).until('decode')
+        reply = robot.call('set_subgoal', subgoal=Subgoal(
+            text='stop', priority=Subgoal.PRIORITY_INTERRUPT))
+        assert reply.success and reply.sequence == 1
+        result = goal.result()
+        assert result.code == 'superseded', result.message
+        assert list(result.sequences) in ([], [0]) and planner.counter('rollbacks') == 1
+        until_latched(robot, 1)
+        assert robot.executor.engine.slot.requested == 1
+
+
+def test_a_subgoal_of_somebody_else_makes_the_executor_refuse_the_plans_next_one(
+        tmp_path: Path) -> None:
+    with planner_rig(tmp_path) as (planner, robot):
+        robot.run()
+        goal = planner.goal(TWO, wait=True).until('execute')
+        planner.node._heard = lambda *event: None  # as if the event came too late
+        planner.node.link._heard = planner.node._heard
+        assert robot.call('set_subgoal', subgoal=Subgoal(text='stop')).sequence == 2
+        planner.outcome(1)
+        result = goal.result()
+        assert result.code == 'subgoal_refused' and 'already' in result.message
+        assert robot.executor.engine.slot.requested == 2
+
+
+@BOTH
+def test_a_hold_that_was_asked_for_ends_what_is_being_decoded(tmp_path: Path, bound: bool) -> None:
+    with planner_rig(tmp_path, bound=bound) as (planner, robot):
+        robot.run()
+        planner.model.switches.step_s = 0.01
+        goal = planner.goal(TWO, wait=True).until('decode')
+        assert robot.call('hold', cause='visitor', latch=True).success
+        result = goal.result()
+        assert result.code == 'superseded' and 'visitor' in result.message
+
+
+def test_a_hold_leaves_a_decoded_plan_and_a_reset_ends_it(tmp_path: Path) -> None:
+    with planner_rig(tmp_path) as (planner, robot):
+        robot.run()
+        goal = planner.goal(TWO, wait=True).until('execute')
+        assert robot.call('hold', cause='visitor').success and robot.call('resume').success
+        planner.outcome(1)
+        until_latched(robot, 2)
+        robot.reset()
+        result = goal.result()
+        assert result.code == 'superseded' and 'reset' in result.message
+
+
+def test_a_failed_subgoal_is_planned_anew_with_the_newest_scene_and_then_given_up(
+        tmp_path: Path) -> None:
+    from std_msgs.msg import String
+    with planner_rig(tmp_path, prompt_form='plain') as (planner, robot):
+        robot.run()
+        goal = planner.goal(TWO, wait=True).until('execute')
+        planner.outcome(1)
+        until_latched(robot, 2)
+        scene = planner.probe.create_publisher(String, 'scene', 1)
+        wait_until(lambda: scene.get_subscription_count() > 0, 'the planner to listen')
+        scene.publish(String(data='blocks: red. zones: blue. red in blue.'))
+        wait_until(lambda: planner.node._scene, 'the scene')
+        planner.outcome(2, SubgoalOutcome.FAILED, message='it slipped')
+        until_latched(robot, 3)
+        prompt = planner.model.switches.prompts[-1]
+        assert 'red in blue' in prompt and f'done: {FIRST}' in prompt and (
+            f'failed: {SECOND}' in prompt)
+        planner.outcome(3, SubgoalOutcome.FAILED, message='it slipped again')
+        result = goal.result()
+        assert result.code == 'subgoal_failed' and 'slipped again' in result.message
+        assert result.replans == 1 and result.outcomes[0] == 'done'
+
+
+def test_a_subgoal_whose_deadline_passes_holds_the_robot_and_is_planned_anew(
+        tmp_path: Path) -> None:
+    with planner_rig(tmp_path) as (planner, robot):
+        robot.run()
+        goal = planner.goal(SECOND, wait=True, deadline_s=0.1)
+        robot.until_event('hold', 'subgoal_deadline')
+        result = goal.result()
+        assert result.code == 'subgoal_timed_out' and result.replans == 1
+        assert robot.executor.engine.slot.requested == 2
+
+
+def test_an_outcome_that_nobody_waits_for_is_counted(tmp_path: Path) -> None:
+    with planner_rig(tmp_path) as (planner, _):
+        planner.outcome(7)
+        planner.outcome(1, 9)
+        wait_until(lambda: planner.node.report.refusals.snapshot().get(
+            'outcome_unexpected') == 2, 'both to be counted')
