@@ -7,7 +7,6 @@ configs; the MTP head as in DeepSeek-V3 (arXiv 2412.19437), embedding first.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Mapping
 from functools import partial
 
@@ -78,14 +77,14 @@ def chunk(c: Qwen35Config, b: Tensors, tokens: Tensor, position: Tensor, length:
         at = f'layers.{i}'
         y = rms_norm(x, b[f'{at}.norm1'], c.eps)
         if c.is_full(i):
-            q, gate, k, v = _heads(c, b, at, F.linear(y, b[f'{at}.qkv']), cos, sin)
+            q, gate, k, v = heads(c, b, at, F.linear(y, b[f'{at}.qkv']), cos, sin)
             kv = b[f'kv.{i}'][:span]
             store_rows(kv, torch.stack([k, v], 1), position, length)
-            y = _gated(attend_causal(q, kv, position, length), gate)
+            y = gated(attend_causal(q, kv, position, length), gate)
         else:
             y = _recur(c, b, i, F.linear(y, b[f'{at}.mix']), length)
         x = x + F.linear(y, b[f'{at}.out'])
-        x = x + _mlp(c, b, at, x, F.linear)
+        x = x + mlp(c, b, at, x)
     return rms_norm(x, b['norm'], c.eps)
 
 
@@ -101,14 +100,14 @@ def rows(c: Qwen35Config, b: Tensors, tokens: Tensor, positions: Tensor,
         at = f'layers.{i}'
         y = rms_norm(x, b[f'{at}.norm1'], c.eps)
         if c.is_full(i):
-            q, gate, k, v = _heads(c, b, at, rows_linear(y, b[f'{at}.qkv']), cos, sin)
-            y = row_by_row(_gated, memory.attend(i, q, k, v), gate)
+            q, gate, k, v = heads(c, b, at, rows_linear(y, b[f'{at}.qkv']), cos, sin)
+            y = row_by_row(gated, memory.attend(i, q, k, v), gate)
         else:
-            channels, z, a, beta = _split(c, rows_linear(y, b[f'{at}.mix']))
+            channels, z, a, beta = split(c, rows_linear(y, b[f'{at}.mix']))
             o = memory.mix(i, channels, a, beta)
-            y = row_by_row(partial(_normed, c, b[f'{at}.gate_norm']), o, z)
+            y = row_by_row(partial(normed, c, b[f'{at}.gate_norm']), o, z)
         x = x + rows_linear(y, b[f'{at}.out'])
-        x = x + _mlp(c, b, at, x, rows_linear)
+        x = x + mlp(c, b, at, x, alone=True)
     return rms_norm(x, b['norm'], c.eps)
 
 
@@ -146,11 +145,11 @@ def mtp_draft(c: Qwen35Config, b: Tensors, token: Tensor, hidden: Tensor,
     at = 'mtp.layer'
     x = _mtp_input(c, b, tokens, hidden[None])
     y = rms_norm(x, b[f'{at}.norm1'], c.eps)
-    q, gate, _, _ = _heads(c, b, at, rows_linear(y, b[f'{at}.qkv']), cos, sin)
+    q, gate, _, _ = heads(c, b, at, rows_linear(y, b[f'{at}.qkv']), cos, sin)
     kv = b['mtp.kv']
     attended = attend_row(q[0], kv[: key_span(position, len(kv))], position)[None]
-    x = x + rows_linear(_gated(attended, gate), b[f'{at}.out'])
-    x = x + _mlp(c, b, at, x, rows_linear)
+    x = x + rows_linear(gated(attended, gate), b[f'{at}.out'])
+    x = x + mlp(c, b, at, x, alone=True)
     x = rms_norm(x, b['mtp.norm'], c.eps)
     return head(c, b, x)[0], x[0]
 
@@ -172,8 +171,8 @@ def _mtp_input(c: Qwen35Config, b: Tensors, tokens: Tensor, hidden: Tensor) -> T
     return rows_linear(torch.cat([embedded, hidden], 1), b['mtp.fc'])
 
 
-def _heads(c: Qwen35Config, b: Tensors, at: str, y: Tensor, cos: Tensor,
-           sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def heads(c: Qwen35Config, b: Tensors, at: str, y: Tensor, cos: Tensor,
+          sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Cut y [T, .] into q and gate [T, heads, d], k and v [T, kv_heads, d]; normed, rotated."""
     queries, k, v = y.split([2 * c.q_dim, c.kv_dim, c.kv_dim], dim=1)
     q, gate = queries.unflatten(1, (c.heads, 2, c.head_dim)).unbind(2)
@@ -189,12 +188,12 @@ def _rotate(c: Qwen35Config, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([rotate(turned, cos, sin), rest], -1)
 
 
-def _gated(attended: Tensor, gate: Tensor) -> Tensor:
+def gated(attended: Tensor, gate: Tensor) -> Tensor:
     """Return attended * sigmoid(gate), heads one beside the other [T, heads * d]."""
     return (attended * gate.sigmoid()).flatten(1)
 
 
-def _normed(c: Qwen35Config, weight: Tensor, o: Tensor, z: Tensor) -> Tensor:
+def normed(c: Qwen35Config, weight: Tensor, o: Tensor, z: Tensor) -> Tensor:
     """The gated norm of read-outs o [T, Hv, Dv] by z [T, Hv * Dv]; [T, Hv * Dv]."""
     return delta.gated_norm(o, z.unflatten(1, (c.value_heads, -1)), weight, c.eps).flatten(1)
 
@@ -203,7 +202,7 @@ def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def _split(c: Qwen35Config, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def split(c: Qwen35Config, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Cut y [T, .] into channels, z, a and b."""
     sizes = [c.channels, c.value_heads * c.value_dim, c.value_heads, c.value_heads]
     channels, z, a, beta = y.split(sizes, dim=1)
@@ -213,17 +212,21 @@ def _split(c: Qwen35Config, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def _recur(c: Qwen35Config, b: Tensors, i: int, y: Tensor, length: Tensor) -> Tensor:
     """The delta rule over one chunk; brings recurrent and conv state forward in place."""
     at, columns, state = f'layers.{i}', b[f'conv.{i}'], b[f'recurrent.{i}']
-    channels, z, a, strength = _split(c, y)
+    channels, z, a, strength = split(c, y)
     mixed = delta.causal_conv(columns, channels, b[f'{at}.conv'])
     q, k, v = delta.split_heads(mixed, c.key_heads, c.value_heads, c.key_dim)
     g, beta = delta.gates(a, strength, b[f'{at}.a_log'], b[f'{at}.dt_bias'])
     o, after = delta.delta_chunks(q, k, v, g, beta, state, length)
     columns.copy_(delta.carried_columns(columns, channels, length))
     state.copy_(after)
-    return _normed(c, b[f'{at}.gate_norm'], o, z)
+    return normed(c, b[f'{at}.gate_norm'], o, z)
 
 
-def _mlp(c: Qwen35Config, b: Tensors, at: str, x: Tensor,
-         product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    gate, up = product(rms_norm(x, b[f'{at}.norm2'], c.eps), b[f'{at}.gate_up']).chunk(2, dim=1)
-    return product(row_by_row(_swiglu, gate, up), b[f'{at}.down'])
+def mlp(c: Qwen35Config, b: Tensors, at: str, x: Tensor, alone: bool = False) -> Tensor:
+    """Return the gated MLP (SwiGLU) of x [T, D]; with ``alone`` each row as if it were alone."""
+    y = rms_norm(x, b[f'{at}.norm2'], c.eps)
+    if alone:
+        gate, up = rows_linear(y, b[f'{at}.gate_up']).chunk(2, dim=1)
+        return rows_linear(row_by_row(_swiglu, gate, up), b[f'{at}.down'])
+    gate, up = F.linear(y, b[f'{at}.gate_up']).chunk(2, dim=1)
+    return F.linear(_swiglu(gate, up), b[f'{at}.down'])
