@@ -15,12 +15,17 @@ from flashrt_core.bench._report import percentiles
 from flashrt_core.bench._report import Report
 from flashrt_core.kernels import _triton
 from flashrt_core.policies import TickInput
+from flashrt_core.policies.normalise import Statistics
 from flashrt_core.policies.pi0 import model
 from flashrt_core.policies.pi0 import Pi0Policy
 from flashrt_core.policies.pi0 import Pi0Session
+from flashrt_core.policies.pi0 import pi05
 from flashrt_core.policies.pi0.config import load_config
 from flashrt_core.policies.pi0.config import Pi0Config
 from flashrt_core.policies.pi0.graphs import forward_of
+from flashrt_core.policies.pi0.graphs import prefix_body
+from flashrt_core.policies.pi0.graphs import vision_body
+from flashrt_core.policies.pi0.inputs import write_input
 from flashrt_core.runtime import pick_backend
 
 WARM_UP = 20
@@ -53,8 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--config', default='pi0', help='name or file (default: %(default)s)')
     parser.add_argument('--views', type=int, nargs='+', default=[1, 2, 3])
     parser.add_argument('--repeats', type=int, default=500, help='ticks (default 500)')
-    parser.add_argument('--prompt', type=int, default=48,
-                        help='language tokens in all, one of them the subgoal (default 48)')
+    parser.add_argument('--prompt', type=int, default=0,
+                        help='language tokens in all (default 48; of Pi0.5, with its state, 200)')
     parser.add_argument('--reference', action='store_true',
                         help="time transformers' PI0, eager, too")
 
@@ -63,9 +68,7 @@ def run(arguments: argparse.Namespace) -> Report:
     """Measure and return the report."""
     report = Report('vla', details={'repeats': arguments.repeats})
     backend = pick_backend(arguments.device)
-    base = replace(load_config(arguments.config), prompt_tokens=arguments.prompt - 1,
-                   subgoal_tokens=1, statistics=type(load_config('pi0').statistics)(),
-                   units=(), relative=())
+    base = base_of(load_config(arguments.config), arguments.prompt)
     ceilings = measure_ceilings(backend.device, base.torch_dtype)
     report.details['ceilings'] = vars(ceilings)
     reference = Reference(base, backend.device) if arguments.reference else None
@@ -97,10 +100,18 @@ def run(arguments: argparse.Namespace) -> Report:
     return report
 
 
+def base_of(c: Pi0Config, language: int) -> Pi0Config:
+    """Return ``c`` reading ``language`` tokens (0 = as published), in the model's own units."""
+    language = language or (200 if c.modulated else 48)
+    prompt = language - (c.state_tokens if c.modulated else 1)
+    return replace(c, prompt_tokens=prompt, subgoal_tokens=1, statistics=Statistics(), units=(),
+                   relative=())
+
+
 def count(c: Pi0Config) -> Work:
     """Count operations and bytes of one tick with one row; multiply-adds count twice."""
     v, p, e = c.vision, c.prefix, c.expert
-    V, T, P, S = len(c.views), v.tokens, c.prefix_tokens, c.horizon + 1
+    V, T, P, S = len(c.views), v.tokens, c.prefix_tokens, c.suffix_tokens
     encoder = v.layers * (4 * v.width**2 + 2 * v.width * v.mlp)
     vision = 2 * V * T * (encoder + v.patch_dim * v.width + v.width * p.width)
     vision += v.layers * V * 4 * T * T * v.width
@@ -194,17 +205,15 @@ def _inputs(c: Pi0Config, number: int) -> list[TickInput]:
 def _cosine(session: Pi0Session, tick_input: TickInput, actions: np.ndarray) -> float:
     """Compare a chunk with the plain layers run eagerly; lane thread, text as latched."""
     c, b = session.config, {buffer.name: buffer.tensor for buffer in session.buffers}
-    device = b['prefix_kv'].device
-    images = np.stack([np.asarray(tick_input.images[v]) for v in c.views])
-    tokens = model.encode_views(torch.from_numpy(images).to(device), b, c)
-    text = torch.cat([b['prompt_tokens'][0], b['subgoal_tokens'][0]]).long()
-    mask = b['prefix_mask']
-    kv = torch.empty_like(b['prefix_kv'])
-    model.encode_prefix(tokens, text, mask, kv, b, c)
+    device, plain, key = b['prefix_kv'].device, pi05 if c.modulated else model, (len(c.views),)
+    write_input(tick_input, 1, session.buffers, c, session.state_text)
+    vision_body(c, plain, b, key)
+    prefix_body(c, plain, b, key)
+    kv, mask = b['prefix_kv'], b['prefix_mask']
     state = torch.zeros(c.state_width, device=device)
     state[:c.state_dim] = torch.from_numpy(tick_input.state).to(device)
     noise = torch.from_numpy(np.asarray(tick_input.noise)).to(device)
-    expected = model.denoise(noise, state, kv, mask, b, c)[..., :c.action_dim].double().flatten()
+    expected = plain.denoise(noise, state, kv, mask, b, c)[..., :c.action_dim].double().flatten()
     mine = torch.from_numpy(actions).to(device).double().flatten()
     return float(mine @ expected / mine.norm() / expected.norm())
 

@@ -62,7 +62,7 @@ def test_actions_equal_lerobot_for_every_mask_and_prompt(session, name):
 def test_what_the_model_reads_is_the_text_that_lerobot_made(session):
     for name, case in CASES.items():
         head = session.tokenizer.encode(case.task, 40)
-        state = session._state_text.tokens(np.float32(case.state))
+        state = session.state_text.tokens(np.float32(case.state))
         text = str(GOLDEN[f'{name}/text'])
         assert head + state == make_tokenizer('words').encode(text, 200), name
 

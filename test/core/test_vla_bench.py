@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from flashrt_core.bench.__main__ import main
+from flashrt_core.bench.vla import base_of
 from flashrt_core.bench.vla import count
 from flashrt_core.policies.pi0.config import PI0
+from flashrt_core.policies.pi0.config import PI05
 
 
 def test_the_bench_reports_segments_floor_and_cosine_for_each_number_of_views(
@@ -23,6 +25,20 @@ def test_the_bench_reports_segments_floor_and_cosine_for_each_number_of_views(
     for row in rows:
         assert row['cosine'] > 0.999999 and row['forward'] == 'model'
         assert all(row[f'{name}_ms'] > 0 for name in ('vision', 'prefix', 'denoise', 'floor'))
+
+
+def test_the_bench_runs_pi05_whose_state_is_part_of_its_language(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(['vla', '--config', 'pi05_tiny', '--device', 'cpu', '--views', '1', '--repeats',
+                 '2', '--prompt', '40', '--out', str(tmp_path)]) == 0
+    capsys.readouterr()
+    (path,) = tmp_path.glob('vla-*.json')
+    (row,) = json.loads(path.read_text())['rows']
+    assert row['cosine'] > 0.999999 and row['forward'] == 'pi05'
+
+
+def test_the_published_prompts_are_the_default():
+    assert base_of(PI0, 0).text_tokens == 48 and base_of(PI05, 0).text_tokens == 200
 
 
 def test_the_work_of_one_tick_is_what_the_sizes_say():

@@ -280,9 +280,9 @@ TINY = Pi0Config(
 PI05 = replace(
     PI0,
     family='pi05',
-    prompt_tokens=64,
-    subgoal_tokens=64,
-    state_tokens=136,
+    prompt_tokens=62,
+    subgoal_tokens=62,
+    state_tokens=138,
     tokenizer='words',
 )
 

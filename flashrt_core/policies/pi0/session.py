@@ -67,7 +67,7 @@ class Pi0Session:
         self.lane = lane
         self.boundary = boundary
         self.ports = ports(config)
-        self._state_text = state_text
+        self.state_text = state_text
         self._plans = dict(plans)
         self.plan_keys: dict[int, dict[str, tuple[Any, ...]]] = {
             rows: {s.label: s.key for s in plan.segments} for rows, plan in plans.items()
@@ -96,7 +96,7 @@ class Pi0Session:
 
         def before() -> None:
             self.boundary.check_usable()
-            write_input(tick_input, rows, self.buffers, self.config, self._state_text)
+            write_input(tick_input, rows, self.buffers, self.config, self.state_text)
 
         result: Future[Chunk] = Future()
         result.set_running_or_notify_cancel()
