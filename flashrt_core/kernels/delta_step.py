@@ -71,7 +71,7 @@ def delta_step(channels, a, b, conv, a_log, dt_bias, columns, state, out, count,
         x = tl.zeros([BV], tl.float32)
         for tap in tl.static_range(4):
             at = t - 3 + tap
-            carried = columns + row * columns_row + (at + 3) * C
+            carried = columns + row.to(tl.int64) * columns_row + (at + 3) * C
             given = channels + (row + at) * token_row
             address = tl.where(at < 0, carried.to(tl.int64), given.to(tl.int64))
             source = tl.multiple_of(address.to(channels.dtype), 16)
@@ -130,7 +130,7 @@ def delta_norm(o, z, weight, out, channels, columns, count, tokens, z_row, token
     else:
         c = (part - NORMS) * BC + tl.arange(0, BC)
         n = tl.load(count).to(tl.int32)
-        kept = columns + row * columns_row + c
+        kept = columns + row.to(tl.int64) * columns_row + c
         given = channels + (row + n) * token_row + c
         inside = c < C
         first = tl.load(kept + n * C, mask=inside & (n < 3), other=0.0)

@@ -6,6 +6,7 @@ written where is the memory's business. ``b`` holds the trunk's tensors by name 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Mapping
 from typing import Any
 from typing import Protocol
@@ -66,6 +67,7 @@ class Verify:
     def __init__(self, c: Any, b: Tensors, position: Tensor) -> None:
         self.c, self.b, self.position = c, b, position
         self.held: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        self.bring: Callable[[Tensors, Tensor], None] | None = None  # ``accept`` by kernels
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """As ``Memory``."""
@@ -84,6 +86,9 @@ class Verify:
 
     def accept(self, c: Any, b: Tensors, count: Tensor) -> None:
         """Bring recurrent and conv state forward by the first ``count`` tokens; int64 []."""
+        if self.bring is not None:
+            self.bring(b, count)
+            return
         for layer, (channels, a, beta) in self.held.items():
             columns, state = b[f'conv.{layer}'], b[f'recurrent.{layer}']
             _, after = _tokens(c, b, layer, columns, state, channels, a, beta)

@@ -7,6 +7,7 @@ from types import ModuleType
 import torch
 
 from flashrt_core.planners.bind import Family
+from flashrt_core.planners.qwen3_5 import fast
 from flashrt_core.planners.qwen3_5 import model
 from flashrt_core.planners.qwen3_5.config import load_config
 from flashrt_core.planners.qwen3_5.config import NAMED
@@ -17,7 +18,11 @@ __all__ = ['NAMED', 'QWEN3_5', 'Qwen35Config', 'load_config']
 
 
 def _forward_of(c: Qwen35Config, device: torch.device) -> ModuleType:
-    return model
+    """Return ``fast`` where its kernels serve these sizes on this device, else ``model``.
+
+    The first call per device runs the kernels' checks: not inside a capture.
+    """
+    return fast if device.type == 'cuda' and fast.selected(c, device) else model
 
 
 QWEN3_5 = Family('qwen3_5', load_config, _forward_of, load_constants)

@@ -1,0 +1,147 @@
+"""Qwen3.5 through kernels: equal to the plain layers, chosen where it fits, equal at real size."""
+from __future__ import annotations
+
+from dataclasses import replace
+import os
+from pathlib import Path
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import flashrt_core
+from flashrt_core.planners.memory import Branched
+from flashrt_core.planners.memory import Live
+from flashrt_core.planners.memory import Verify
+from flashrt_core.planners.qwen3_5 import fast
+from flashrt_core.planners.qwen3_5 import model
+from flashrt_core.planners.qwen3_5 import NAMED
+from flashrt_core.planners.qwen3_5 import QWEN3_5
+from flashrt_core.planners.qwen3_5 import Qwen35Config
+from flashrt_core.planners.qwen3_5.weights import ROPE
+from flashrt_core.planners.qwen3_5.weights import rope_table
+from flashrt_core.planners.qwen3_5.weights import tensor_specs
+
+LARGE = NAMED['27b'][0]
+START, TOKENS = 1990, [5, 9, 1301, 44, 7]
+
+
+def test_the_fast_forward_equals_the_plain_layers_in_tritons_interpreter():
+    triton = pytest.importorskip('triton')
+    if tuple(int(part) for part in triton.__version__.split('.')[:2]) < (3, 7):
+        pytest.skip('older interpreters fail on numpy >= 2.4')
+    child = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name('_interpret_qwen35.py'))],
+        capture_output=True, text=True, timeout=300, check=False,
+        env=os.environ | {'PYTHONPATH': str(Path(flashrt_core.__path__[0]).parent)})
+    assert child.returncode == 0, child.stderr
+    assert child.stdout.count('passed') == 3
+
+
+@pytest.mark.parametrize('name', ['0.8b', '2b', '4b', '9b', '27b'])
+def test_every_published_size_fits_the_kernels(name):
+    assert fast.fits(NAMED[name][0])
+
+
+@pytest.mark.parametrize('change', [
+    {'dtype': 'float32'}, {'mlp': 17000}, {'width': 5000}, {'head_dim': 96}, {'key_dim': 96}])
+def test_sizes_that_the_tiles_do_not_divide_are_left_to_the_plain_layers(change):
+    assert not fast.fits(replace(LARGE, **change))
+
+
+def test_the_cpu_runs_the_plain_layers():
+    assert QWEN3_5.forward_of(LARGE, torch.device('cpu')) is model
+
+
+@pytest.fixture(scope='module')
+def real() -> tuple[Qwen35Config, dict[str, torch.Tensor], torch.Tensor]:
+    """Four layers of the 27B with a short vocabulary behind START tokens, and their hidden."""
+    c = replace(LARGE, layers=4, vocab=2048, context=4096)
+    device, generator = torch.device('cuda'), torch.Generator('cuda').manual_seed(0)
+    b = {ROPE: rope_table(c).to(device)}
+    for name, spec in tensor_specs(c).items():
+        value = torch.randn(spec.shape, device=device, generator=generator)
+        b[name] = (value * (spec.scale or 0.1) + spec.offset).to(spec.dtype)
+    for spec in model.state_specs(c):
+        fill = torch.nan if 'kv' in spec.name else 0.0
+        b[spec.name] = torch.full(spec.shape, fill, device=device, dtype=spec.dtype)
+    tokens = torch.randint(0, c.vocab, (2048,), device=device, generator=generator,
+                           dtype=torch.int32)
+    plain = copied(c, b)
+    at, length = torch.tensor([0, START], device=device).unbind(0)
+    with torch.no_grad():
+        hidden = fast.chunk(c, b, tokens, at, length, c.context)[:START]
+        expected = model.chunk(c, plain, tokens, at, length, c.context)[:START]
+    assert cosine(hidden, expected) > 0.999
+    for spec in model.state_specs(c):
+        if spec.name != 'mtp.kv':
+            count = START if 'kv' in spec.name else len(b[spec.name])
+            assert cosine(b[spec.name][:count], plain[spec.name][:count]) > 0.999, spec.name
+    return c, b, hidden
+
+
+def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
+    a, b = a.double().flatten(), b.double().flatten()
+    return float(a @ b / a.norm() / b.norm())
+
+
+def copied(c: Qwen35Config, b: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {**b, **{spec.name: b[spec.name].clone() for spec in model.state_specs(c)}}
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@torch.no_grad()
+def test_rows_at_real_size_have_the_same_bits_fed_verified_and_branched(real):
+    c, b, _ = real
+    device = b['norm'].device
+    tokens = torch.tensor(TOKENS, device=device, dtype=torch.int32)
+    start = torch.tensor(START, device=device)
+    live, plain, hidden, states = copied(c, b), copied(c, b), [], []
+    for t in range(len(TOKENS)):
+        at = start + t
+        hidden.append(fast.rows(c, live, tokens[t:t + 1], at[None], Live(c, live, at))[0])
+        other = model.rows(c, plain, tokens[t:t + 1], at[None], Live(c, plain, at))[0]
+        assert cosine(hidden[-1], other) > 0.999
+        states.append(copied(c, live))
+    for count in range(1, len(TOKENS) + 1):
+        verified = copied(c, b)
+        memory = Verify(c, verified, start)
+        found = fast.rows(c, verified, tokens, start + torch.arange(len(TOKENS), device=device),
+                          memory)
+        assert torch.equal(found, torch.stack(hidden))
+        assert torch.equal(fast.head(c, b, found)[:1], fast.head(c, b, hidden[0][None]))
+        memory.accept(c, verified, torch.tensor(count, device=device))
+        for spec in model.state_specs(c):
+            if 'kv' not in spec.name:
+                assert torch.equal(verified[spec.name], states[count - 1][spec.name]), spec.name
+
+    own = {spec.name: torch.stack([b[spec.name]] * 8) for spec in model.state_specs(c)
+           if 'kv' not in spec.name}
+    own['position'] = start.repeat(8)
+    own['tail.kv.3'] = b['kv.3'].new_full((8, 16, *b['kv.3'].shape[1:]), torch.nan)
+    for t in range(len(TOKENS)):
+        given = torch.randint(0, c.vocab, (8,), device=device, dtype=torch.int32)
+        given[5] = tokens[t]
+        found = fast.rows(c, b, given, own['position'].clone(), Branched(c, b, own, start))
+        own['position'] += 1
+        assert torch.equal(found[5], hidden[t])
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@torch.no_grad()
+def test_drafts_at_real_size_point_where_the_plain_layers_do(real):
+    c, b, hidden = real
+    device = b['norm'].device
+    tokens = torch.randint(0, c.vocab, (START,), device=device, dtype=torch.int32)
+    positions, count = torch.arange(START, device=device), torch.tensor(START, device=device)
+    mine, plain = copied(c, b), copied(c, b)
+    fast.mtp_note(c, mine, tokens, hidden, positions, count)
+    model.mtp_note(c, plain, tokens, hidden, positions, count)
+    assert cosine(mine['mtp.kv'][:START], plain['mtp.kv'][:START]) > 0.999
+    token, at = tokens[0], count - 1
+    logits, state = fast.mtp_draft(c, mine, token, hidden[-1], at)
+    expected, other = model.mtp_draft(c, plain, token, hidden[-1], at)
+    assert cosine(logits, expected) > 0.999 and cosine(state, other) > 0.999
