@@ -163,7 +163,8 @@ def load_config(
 ) -> tuple[Qwen35Config, Settings]:
     """Return config and settings from a name, a YAML file or a mapping.
 
-    A file or mapping names its ``base`` (one of NAMED) and overrides single values of both.
+    A file or mapping names its ``base`` (one of NAMED) and overrides single values of both. In a
+    file ``weights`` and ``tokenizer`` may be files that lie beside it.
 
     :raises ConfigError: an unknown name or key, a wrong type, a value out of range.
     """
@@ -179,6 +180,10 @@ def load_config(
         return NAMED[str(source)]
     else:
         record = read_yaml(Path(source), 'planner config', NAMED)
+        for name in ('weights', 'tokenizer'):
+            beside = Path(source).parent / str(record.get(name))
+            if record.get(name) and beside.exists():
+                record[name] = str(beside)
     base = record.pop('base', 'tiny')
     planner = record.pop('planner', 'qwen3_5')
     if planner != 'qwen3_5':

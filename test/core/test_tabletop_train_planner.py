@@ -1,0 +1,99 @@
+"""Training the small planner: data by step, a stop and a resume, plans by the real session."""
+from __future__ import annotations
+
+from itertools import islice
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+import torch
+
+from flashrt_core.planners.qwen3_5 import load_config
+from flashrt_core.planners.vocabularies import json_tokenizer
+from flashrt_core.tabletop import planner_data
+from flashrt_core.tabletop import train_planner
+from flashrt_core.tabletop.instructions import draw_example
+from flashrt_core.tabletop.planner_data import batches
+from flashrt_core.tabletop.planner_data import encode
+from flashrt_core.tabletop.planner_data import IGNORED
+from flashrt_core.tabletop.train_planner import evaluate
+from flashrt_core.tabletop.train_planner import main
+from flashrt_core.tabletop.train_planner import Recipe
+from flashrt_core.tabletop.train_planner import Score
+from flashrt_core.tabletop.train_planner import train
+
+CPU = torch.device('cpu')
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner_data, 'CORPUS', 400)
+    monkeypatch.setitem(train_planner.SIZES, 'layers', 3)
+    monkeypatch.setitem(train_planner.SIZES, 'width', 32)
+    monkeypatch.setitem(train_planner.SIZES, 'mlp', 64)
+
+
+def test_a_training_that_stopped_goes_on_to_the_same_weights(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = Recipe(steps=4, batch=3, warmup=2)
+    assert train(tmp_path / 'whole', recipe, CPU, 10) == 4
+    halves = Recipe(steps=4, batch=3, warmup=2)
+    clock = iter([0.0, 0.0, *[0.0] * 5, 1e9, 1e9, 1e9])
+    with monkeypatch.context() as patched:
+        patched.setattr(train_planner.time, 'monotonic', lambda: next(clock))
+        stopped = train(tmp_path / 'halves', halves, CPU, 1)
+    assert 0 < stopped < 4
+    assert train(tmp_path / 'halves', halves, CPU, 10) == 4
+    for name in (train_planner.WEIGHTS, train_planner.STATE):
+        one, two = load_file(tmp_path / 'whole' / name), load_file(tmp_path / 'halves' / name)
+        assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
+
+
+def test_a_folder_of_another_recipe_is_refused(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(tmp_path, Recipe(steps=1, batch=2), CPU, 10)
+    code = main(['train', '--out', str(tmp_path), '--steps', '2', '--batch', '2', '--device',
+                 'cpu'])
+    assert code == 2 and 'give the same options or another folder' in capsys.readouterr().err
+
+
+def test_a_trained_folder_is_a_planner_that_writes_plans(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(tmp_path, Recipe(steps=2, batch=2), CPU, 10)
+    c, s = load_config(tmp_path / 'planner.yaml')
+    assert c.weights == str(tmp_path / 'planner.safetensors') and s.draft_tokens == 3
+    score = evaluate(tmp_path, 3, True, 'cpu', 5)
+    assert score.count == 3
+    assert 'asked' in capsys.readouterr().out or score.exact == 3
+    assert json.loads((tmp_path / 'training.json').read_text())['step'] == 2
+
+
+def test_a_batch_depends_on_seed_and_step_alone(tmp_path: Path) -> None:
+    planner_data.train_tokenizer(tmp_path / 'tokenizer.json', 1)
+    tokenizer = json_tokenizer(tmp_path / 'tokenizer.json')
+    first = list(islice(batches(tokenizer, 4, 96, 7), 3))
+    (tokens, labels), = islice(batches(tokenizer, 4, 96, 7, step=2), 1)
+    assert np.array_equal(tokens, first[2][0]) and np.array_equal(labels, first[2][1])
+    assert not np.array_equal(first[0][0], first[1][0])
+    learnt = labels != IGNORED
+    assert np.array_equal(labels[learnt], tokens[learnt]) and bool(learnt.any(1).all())
+
+
+def test_the_tokenizer_gives_every_example_back(tmp_path: Path) -> None:
+    planner_data.train_tokenizer(tmp_path / 'tokenizer.json', 1)
+    tokenizer = json_tokenizer(tmp_path / 'tokenizer.json')
+    rng = np.random.default_rng(2)
+    for _ in range(50):
+        example = draw_example(rng)
+        before, answer = encode(tokenizer, example)
+        assert tokenizer.decode(answer[:-1]) == example.answer
+        assert answer[-1] == tokenizer.special[planner_data.END]
+        assert tokenizer.decode(before).endswith('\nplan: ')
+
+
+def test_the_interval_is_wilsons() -> None:
+    low, high = Score(995, 1000).interval
+    assert low == pytest.approx(0.98835, abs=1e-5) and high == pytest.approx(0.99786, abs=1e-5)
+    assert Score(0, 10).interval[0] == pytest.approx(0.0, abs=1e-12)
