@@ -51,12 +51,12 @@ def find_embodiment(name: str) -> Path:
         f'embodiments/{close[0] if close else "<file>"}; shipped are {", ".join(shipped)}')
 
 
-def parameter_files_for_others(argv: Sequence[str], node_name: str) -> list[str]:
-    """Return a sentence for each ``--params-file`` that has nothing for a node.
+def parameter_files_for_others(argv: Sequence[str], *node_names: str) -> list[str]:
+    """Return a sentence for each ``--params-file`` that has nothing for any of these nodes.
 
     rcl passes over such a file silently, e.g. when the node's name in it is misspelt.
 
-    :param node_name: fully qualified.
+    :param node_names: of one process, fully qualified.
     """
     sentences = []
     for path in [value for flag, value in itertools.pairwise(argv)
@@ -65,11 +65,12 @@ def parameter_files_for_others(argv: Sequence[str], node_name: str) -> list[str]
             sections = list(_sections(yaml.safe_load(Path(path).read_text()), ''))
         except (OSError, UnicodeDecodeError, yaml.YAMLError):
             continue  # rcl has said more about it
-        if not any(_pattern(section).fullmatch(node_name) for section in sections):
-            name = node_name.rsplit('/', 1)[-1]
+        if not any(_pattern(section).fullmatch(name)
+                   for section in sections for name in node_names):
+            name = node_names[0].rsplit('/', 1)[-1]
             sentences.append(
                 f'parameter file {path} has {", ".join(sections)[:200] or "no section"}, nothing '
-                f'for {node_name}; write /**/{name}:, below it ros__parameters:')
+                f'for {" or ".join(node_names)}; write /**/{name}:, below it ros__parameters:')
     return sentences
 
 

@@ -18,6 +18,7 @@ import rclpy
 from rclpy.exceptions import NameValidationException
 from rclpy.exceptions import ParameterException
 from rclpy.executors import ExternalShutdownException
+from rclpy.executors import ShutdownException
 from rclpy.executors import SingleThreadedExecutor
 from rclpy.impl.implementation_singleton import rclpy_implementation
 from rclpy.node import Node
@@ -36,7 +37,8 @@ EXIT_DEVICE_LOST = 75
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 USAGE = """usage: {name} [--ros-args [-p NAME:=VALUE] [--params-file FILE] [-r __ns:=/ROBOT] ...]
 
-Every parameter, its range and unit: doc/parameters.md (executor), config/tabletop.yaml (robot).
+Every parameter, its range and unit: doc/parameters.md (executor), doc/planner_parameters.md,
+config/tabletop.yaml (robot).
 SIGINT or SIGTERM ends the node after an acknowledged hold."""
 _REFUSED_BY_ROS = (
     rclpy_implementation.RCLError, rclpy_implementation.UnknownROSArgsError,
@@ -117,6 +119,19 @@ def run_node(
     :param make_node: called after ``rclpy.init``; the node may itself set the stop request.
     :param stop_timeout_s: for the acknowledged hold and the teardown together.
     """
+    return run_nodes(lambda stop: (make_node(stop),), argv, stop_timeout_s)
+
+
+def run_nodes(
+    make_nodes: Callable[[StopRequest], Sequence[Node]],
+    argv: Sequence[str] | None = None,
+    stop_timeout_s: float = 5.0,
+) -> int:
+    """Run several nodes in one process as ``run_node`` runs one.
+
+    Each is spun by a thread of its own, the first one by the main thread, so that none delays
+    another's callbacks. They end in the opposite order.
+    """
     arguments = list(sys.argv if argv is None else argv)
     stop = StopRequest()
     listen_for_signals(stop)
@@ -132,31 +147,48 @@ def run_node(
         use_large_message_profile()
         rclpy.init(args=arguments,
                    signal_handler_options=SignalHandlerOptions.NO)
-        executor = SingleThreadedExecutor()
-        stop.on_set(executor.wake)
-        node = make_node(stop)
+        nodes = make_nodes(stop)
     except (FlashrtError, *_REFUSED_BY_ROS) as error:
         # Logging may be what failed.
         print(f'[FATAL] {refusal_text(error)}', file=sys.stderr, flush=True)
         rclpy.try_shutdown()
         return EXIT_CONFIG
-    for sentence in parameter_files_for_others(arguments, node.get_fully_qualified_name()):
-        node.get_logger().warning(sentence)
-    executor.add_node(node)
-    try:
-        while not stop.is_set():
-            executor.spin_once()
-    except ExternalShutdownException:
-        pass
-    node.get_logger().info(f'ending: {stop.reason or "context shut down"}')
-    ended = node.stop(stop_timeout_s)
+    names = [node.get_fully_qualified_name() for node in nodes]
+    for sentence in parameter_files_for_others(arguments, *names):
+        nodes[0].get_logger().warning(sentence)
+    executors = []
+    for node in nodes:
+        executors.append(SingleThreadedExecutor())
+        executors[-1].add_node(node)
+    stop.on_set(lambda: [executor.wake() for executor in executors])
+    # They end with the executors' shutdown: a node that ends may still wait for a callback.
+    spinning = [threading.Thread(target=_spin, args=(executor, lambda: False), daemon=True)
+                for executor in executors[1:]]
+    for thread in spinning:
+        thread.start()
+    _spin(executors[0], stop.is_set)
+    nodes[0].get_logger().info(f'ending: {stop.reason or "context shut down"}')
+    ended = all([node.stop(stop_timeout_s) for node in reversed(nodes)])
     if not ended or stop.exit_code == EXIT_DEVICE_LOST:
         # A wedged device would block the destructors of its own libraries.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(stop.exit_code)
-    executor.remove_node(node)
-    node.destroy_node()
-    executor.shutdown()
+    for executor in executors[1:]:
+        executor.shutdown(timeout_sec=1.0)
+    for thread in spinning:
+        thread.join(1.0)
+    for executor, node in zip(executors, nodes, strict=True):
+        executor.remove_node(node)
+        node.destroy_node()
+    executors[0].shutdown()
     rclpy.try_shutdown()
     return stop.exit_code
+
+
+def _spin(executor: SingleThreadedExecutor, ended: Callable[[], bool]) -> None:
+    try:
+        while not ended():
+            executor.spin_once()
+    except (ExternalShutdownException, ShutdownException):
+        pass

@@ -41,6 +41,7 @@ MODULES = {
     'executor': 'flashrt_ros.executor_node',
     'tabletop': 'flashrt_ros.tabletop_node',
     'planner': 'flashrt_ros.planner_node',
+    'bringup': 'flashrt_ros.bringup',
 }
 TAIL_LINES = 25
 _PR_SET_PDEATHSIG = 1
@@ -246,7 +247,7 @@ class ProcessGroup:
         env: Mapping[str, str] | None = None,
         prefix: Sequence[str] = (),
     ) -> Process:
-        """Start a node (``executor``, ``tabletop``, ``planner``) or any module given with dots.
+        """Start a node (``executor``, ``planner``, ...) or any module given with dots.
 
         Parameter files come first, then ``params``; ``args`` go before ``--ros-args``.
 

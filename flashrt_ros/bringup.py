@@ -1,0 +1,90 @@
+"""Executor and planner in one process on one device: the form without messages between them.
+
+Both are configured before either is activated: a capture tolerates no other work on the device.
+The planner's subgoals go into the executor's slot directly, its segments start only where they end
+before the executor's next tick is due (admission.py), its stream is served after the executor's.
+Parameters: ``/**/executor:`` and ``/**/planner:`` in one file, or ``-p executor:NAME:=VALUE``.
+"""
+
+from collections.abc import Sequence
+import sys
+import threading
+from typing import Any
+
+from lifecycle_msgs.msg import Transition
+
+from flashrt_core.errors import WrongState
+from flashrt_ros.executor_node import ExecutorNode
+from flashrt_ros.lifecycle import ACTIVE
+from flashrt_ros.lifecycle import SafeLifecycleNode
+from flashrt_ros.lifecycle import UNCONFIGURED
+from flashrt_ros.main import run_nodes
+from flashrt_ros.main import StopRequest
+from flashrt_ros.planner_node import PlannerNode
+
+
+def bring_up(stop: StopRequest | None = None, **kwargs: Any) -> tuple[ExecutorNode, PlannerNode]:
+    """Make both nodes, bound to each other; neither is configured yet.
+
+    :param kwargs: of rclpy's Node, for both.
+    :raises ConfigError: a parameter given at start is refused; no node is left.
+    """
+    executor = ExecutorNode(stop, **kwargs)
+    try:
+        planner = PlannerNode(stop, executor=executor, **kwargs)
+    except BaseException:
+        executor.stop(1.0)
+        executor.destroy_node()
+        raise
+    executor.may_configure = lambda: _refuse_beside(planner)
+    planner.may_configure = lambda: _refuse_beside(executor)
+    return executor, planner
+
+
+def autostart(executor: ExecutorNode, planner: PlannerNode) -> threading.Thread:
+    """Configure both, then activate both, on a thread of its own.
+
+    Where one of them cannot be configured none is activated: it says why, the other one waits.
+    """
+    thread = threading.Thread(
+        target=start_together, args=(executor, planner), name='bringup', daemon=True)
+    thread.start()
+    return thread
+
+
+def start_together(executor: ExecutorNode, planner: PlannerNode) -> bool:
+    """Do what ``autostart`` does on the calling thread; False when not both are active."""
+    for node in (executor, planner):
+        if node.state_label == UNCONFIGURED and not node.transition(
+                Transition.TRANSITION_CONFIGURE):
+            executor.get_logger().error(
+                f'{node.get_fully_qualified_name()} could not be configured, so nothing was '
+                'activated; configure and activate both by their lifecycle services')
+            return False
+    return all([node.transition(Transition.TRANSITION_ACTIVATE) for node in (executor, planner)])
+
+
+def _refuse_beside(other: SafeLifecycleNode) -> None:
+    """Refuse a capture while the other node works on the device.
+
+    :raises WrongState: it is active.
+    """
+    if other.state_label == ACTIVE:
+        raise WrongState(
+            f'configure is refused while {other.get_fully_qualified_name()} is active on the same '
+            'device; deactivate it first, activate it again afterwards')
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run both nodes until SIGINT, SIGTERM or a lost device; returns the exit status."""
+    def make(stop: StopRequest) -> tuple[ExecutorNode, PlannerNode]:
+        nodes = bring_up(stop)
+        if all(node.parameters['autostart'] for node in nodes):
+            autostart(*nodes)
+        return nodes
+
+    return run_nodes(make, argv, stop_timeout_s=10.0)
+
+
+if __name__ == '__main__':
+    sys.exit(main())
