@@ -161,6 +161,17 @@ def test_a_pi0_checkpoint_in_a_pi05_config_is_refused_by_what_it_is(tmp_path):
         actions_of(path)
 
 
+def test_a_checkpoint_that_does_not_fit_is_refused_before_anything_is_allocated(
+    stored, tmp_path, monkeypatch
+):
+    monkeypatch.setattr('flashrt_core.policies.pi0.bind.BufferSet', None)
+    path = save({n: v for n, v in stored.items() if 'action_in_proj' not in n}, tmp_path)
+    with pytest.raises(ConfigError, match=r'action_in_proj\.weight.* is missing'):
+        actions_of(path)
+    with pytest.raises(ConfigError, match='do not exist'):
+        actions_of(tmp_path / 'none.safetensors')
+
+
 def test_a_single_key_tells_the_family():
     pi0_check_family(CONFIG, ['action_in_proj.weight'], 'x')  # of both
     for name in ('model.state_proj.bias', 'action_time_mlp_in.weight'):

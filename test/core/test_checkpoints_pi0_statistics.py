@@ -22,7 +22,6 @@ import torch
 from flashrt_core.checkpoints import pi0_statistics
 from flashrt_core.errors import ConfigError
 from flashrt_core.policies.normalise import Statistics
-from flashrt_core.policies.pi0 import Pi0Policy
 from flashrt_core.runtime import cpu_backend
 
 BARE05 = replace(CONFIG, statistics=Statistics())
@@ -161,8 +160,13 @@ def test_nothing_is_looked_for_where_nothing_is_needed(tmp_path):
 def test_missing_statistics_are_refused_with_what_to_give(tmp_path, base, need):
     with pytest.raises(ConfigError, match=f'no statistics.*statistics_file.*{need}.*identity'):
         found(base, tmp_path)
+
+
+def test_a_checkpoint_without_statistics_is_not_bound(tmp_path):
+    path = save(lerobot_tensors(), tmp_path)
     with pytest.raises(ConfigError, match='no statistics'):
-        Pi0Policy().bind(cpu_backend(), replace(base, weights=str(tmp_path / 'model.safetensors')))
+        with bound05(cpu_backend(), path, statistics=Statistics()):
+            pass
 
 
 def test_statistics_of_several_robots_are_refused_by_their_paths(tmp_path):

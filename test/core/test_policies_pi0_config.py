@@ -23,6 +23,7 @@ from flashrt_core.policies.pi0.modulation import table_spec
 from flashrt_core.policies.pi0.weights import random_weight
 from flashrt_core.policies.pi0.weights import weight_specs
 from flashrt_core.runtime import cpu_backend
+from flashrt_core.runtime import MemoryInfo
 
 CONFIG = Path(__file__).parents[2] / 'config'
 
@@ -124,6 +125,17 @@ def test_files_that_are_no_config_are_refused(tmp_path):
 def test_sizes_beyond_any_memory_are_refused_without_allocating():
     with pytest.raises(OutOfMemory, match='asked for'):
         Pi0Policy().bind(cpu_backend(), replace(SMALL, horizon=10**12))
+
+
+@pytest.mark.parametrize('name', ['pi0', 'pi05'])
+def test_a_full_size_that_cannot_fit_is_refused_with_its_figures_before_it_is_read(
+    name, monkeypatch
+):
+    backend = cpu_backend()
+    free = MemoryInfo(total=4 << 30, free=2 << 30, integrated=True)
+    monkeypatch.setattr(backend, 'memory', lambda: free)
+    with pytest.raises(OutOfMemory, match=r'free 2048.*tables take 5\.8\d GiB as bfloat16, buff'):
+        Pi0Policy().bind(backend, name)
 
 
 def test_the_full_size_has_the_weights_that_pi0_has():

@@ -12,6 +12,7 @@ from flashrt_core.capsule import Identity
 from flashrt_core.capsule import numerics_of
 from flashrt_core.checkpoints import pi0_statistics
 from flashrt_core.errors import ConfigError
+from flashrt_core.errors import OutOfMemory
 from flashrt_core.policies.normalise import affine
 from flashrt_core.policies.pi0.config import load_config
 from flashrt_core.policies.pi0.config import Pi0Config
@@ -19,6 +20,7 @@ from flashrt_core.policies.pi0.graphs import forward_of
 from flashrt_core.policies.pi0.graphs import make_graphs
 from flashrt_core.policies.pi0.layout import buffer_specs
 from flashrt_core.policies.pi0.layout import STATE
+from flashrt_core.policies.pi0.load import check_checkpoint
 from flashrt_core.policies.pi0.load import Digests
 from flashrt_core.policies.pi0.load import load_constants
 from flashrt_core.policies.pi0.session import Pi0Session
@@ -32,6 +34,7 @@ from flashrt_core.runtime import Backend
 from flashrt_core.runtime import BufferSet
 from flashrt_core.runtime import Lane
 from flashrt_core.runtime import Plan
+from flashrt_core.runtime import Role
 
 
 class Pi0Policy:
@@ -55,11 +58,12 @@ class Pi0Policy:
                 f'the policy is {self._family!r}, its config is of the family {c.family!r}; set '
                 f'policy to {c.family!r} or give another config'
             )
+        check_checkpoint(c)
         c = pi0_statistics(c)
         prompts = make_prompts(c.tokenizer, c.family, c.vocab, bool(c.weights))
         state_text = state_text_of(c, prompts)
         tell = progress or (lambda stage, fraction: None)
-        buffers = BufferSet(backend, buffer_specs(c), rows=c.rows, name=self.name)
+        buffers = make_buffers(c, backend, self.name)
         digests = load_constants(c, buffers, lambda fraction: tell('load', fraction))
         backend.synchronize()  # zeroing ran on another stream than the captures will
         tell('bind', 0.0)
@@ -87,6 +91,23 @@ class Pi0Policy:
             raise
         tell('warm up', 1.0)
         return Pi0Session(c, buffers, lane, plans, boundary, prompts, state_text)
+
+
+def make_buffers(c: Pi0Config, backend: Backend, name: str) -> BufferSet:
+    """Return every buffer of a session, zeroed.
+
+    :raises OutOfMemory: they cannot fit; said before anything is read, with the figures.
+    """
+    specs = buffer_specs(c)
+    try:
+        return BufferSet(backend, specs, rows=c.rows, name=name)
+    except OutOfMemory as error:
+        fixed = sum(s.row_nbytes for s in specs if s.role is Role.CONSTANT)
+        rest = sum(s.row_nbytes * (c.rows if s.rows else 1) for s in specs) - fixed
+        raise OutOfMemory(
+            f'{error}; weights and tables take {fixed / 2**30:.2f} GiB as {c.dtype}, buffers '
+            f'{rest / 2**30:.2f} GiB with {c.rows} rows, graphs and workspaces come on top'
+        ) from error
 
 
 def state_text_of(c: Pi0Config, prompts: Tokenizer | None) -> StateText | None:

@@ -25,6 +25,7 @@ from flashrt_core.checkpoints import pi0_ignored
 from flashrt_core.checkpoints import pi0_targets
 from flashrt_core.checkpoints import read_into
 from flashrt_core.checkpoints import SafetensorsReader
+from flashrt_core.checkpoints import Target
 from flashrt_core.policies.pi0.config import Pi0Config
 from flashrt_core.policies.pi0.modulation import condition
 from flashrt_core.policies.pi0.modulation import modulate
@@ -66,17 +67,31 @@ def load_constants(c: Pi0Config, buffers: BufferSet, tell: Tell) -> Digests:
         return _load(c, buffers, partial(_fill_random, specs, c.weight_seed), tell)
     shared = buffers.backend.memory().integrated
     with SafetensorsReader(c.weights, drop_cache=shared) as reader:
-        where = str(reader.path)
-        pi0_check_family(c, reader.shapes, where)
         targets = pi0_targets(c)
-        ignored = partial(pi0_ignored, c)
-        names = check_keys(targets, reader.shapes, pi0_canonical, ignored, where)
+        names = _names(c, targets, reader)
         by_name = {target.name: target for target in targets}
 
         def fill(name: str, into: Tensor) -> None:
             read_into(by_name[name], names, reader, into)
 
         return _load(c, buffers, fill, tell)
+
+
+def check_checkpoint(c: Pi0Config) -> None:
+    """Verify by names and shapes that the config's checkpoint fits it; reads headers only.
+
+    :raises ConfigError: it cannot be read, is of the other family, or keys are missing, left over
+        or misshapen.
+    """
+    if c.weights:
+        with SafetensorsReader(c.weights) as reader:
+            _names(c, pi0_targets(c), reader)
+
+
+def _names(c: Pi0Config, targets: Sequence[Target], reader: SafetensorsReader) -> dict[str, str]:
+    where = str(reader.path)
+    pi0_check_family(c, reader.shapes, where)
+    return check_keys(targets, reader.shapes, pi0_canonical, partial(pi0_ignored, c), where)
 
 
 def _fill_random(specs: Mapping[str, WeightSpec], seed: int, name: str, into: Tensor) -> None:
