@@ -19,7 +19,7 @@ from flashrt_core.errors import ConfigError
 from flashrt_core.errors import PlannerError
 from flashrt_core.planners.options import GrammarSource
 from flashrt_core.planners.sampling import mask_words
-from flashrt_core.planners.text import ByteTokenizer
+from flashrt_core.planners.text import Tokenizer
 from flashrt_core.planners.vocabularies import needed
 
 SHOWN = 300  # characters of a parser's complaint
@@ -33,17 +33,13 @@ class Grammar:
         llguidance is missing, or the tokenizer has no id that ends a text.
     """
 
-    def __init__(self, source: GrammarSource, tokenizer: ByteTokenizer, vocab: int) -> None:
+    def __init__(self, source: GrammarSource, tokenizer: Tokenizer, vocab: int) -> None:
         self.source = source
         self.vocab = vocab
         self.tokenizer = tokenizer
         self.words = mask_words(vocab)
-        library = _library()
-        self._inner = _tokens(tokenizer)
-        self._compiled = _compile(library, source)
-        problem = library.LLMatcher.validate_grammar(self._compiled, self._inner)
-        if problem and not problem.startswith('WARNING'):
-            raise _refusal(source, problem)
+        self._compiled = check_grammar(source)
+        self._inner: Any = _tokens(tokenizer)  # type: ignore[arg-type]
 
     @property
     def label(self) -> str:
@@ -173,7 +169,12 @@ class Matcher:
         )
 
 
-def _compile(library: Any, source: GrammarSource) -> str:
+def check_grammar(source: GrammarSource) -> str:
+    """Return the grammar in llguidance's own form; needs no vocabulary.
+
+    :raises ConfigError: the text is no grammar of its kind, or the package is missing.
+    """
+    library = _library()
     make = {
         'json': library.LLMatcher.grammar_from_json_schema,
         'regex': library.LLMatcher.grammar_from_regex,
@@ -183,6 +184,9 @@ def _compile(library: Any, source: GrammarSource) -> str:
         compiled: str = make(source.text)
     except ValueError as error:
         raise _refusal(source, str(error)) from None
+    problem: str = library.LLMatcher.validate_grammar(compiled)
+    if problem and not problem.startswith('WARNING'):
+        raise _refusal(source, problem)
     return compiled
 
 
@@ -197,7 +201,7 @@ def _refusal(source: GrammarSource, problem: str) -> ConfigError:
 
 
 @functools.lru_cache(maxsize=4)
-def _tokens(tokenizer: ByteTokenizer) -> Any:
+def _tokens(tokenizer: Tokenizer) -> Any:
     """Return llguidance's index of a vocabulary; about a second for 250,000 tokens."""
     if not tokenizer.ends:
         raise ConfigError(
@@ -213,7 +217,7 @@ def _tokens(tokenizer: ByteTokenizer) -> Any:
 class _Vocabulary:
     """A vocabulary as llguidance reads it."""
 
-    def __init__(self, tokenizer: ByteTokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self.eos_token_id = tokenizer.ends[0]
         self.bos_token_id = None
         self.tokens = [tokenizer.raw_piece(i) for i in range(tokenizer.vocab)]
@@ -221,7 +225,10 @@ class _Vocabulary:
         self._encode = tokenizer.encode
 
     def __call__(self, text: str | bytes) -> list[int]:
-        return self._encode(text if isinstance(text, str) else text.decode())
+        try:
+            return self._encode(text if isinstance(text, str) else text.decode())
+        except ConfigError:  # a forced text that cannot be spelled: llguidance finds the dead end
+            return []
 
 
 def _library() -> Any:

@@ -36,6 +36,11 @@ class Tokenizer(Protocol):
         ...
 
     @property
+    def hidden(self) -> frozenset[int]:
+        """Markers that control the model and have no text of their own."""
+        ...
+
+    @property
     def ends(self) -> tuple[int, ...]: ...
 
     def encode(self, text: str, special: bool = False) -> list[int]:
@@ -43,7 +48,11 @@ class Tokenizer(Protocol):
         ...
 
     def piece(self, token: int) -> bytes:
-        """Return the bytes of one token, none for a marker that controls the model."""
+        """Return the bytes of one token, none for a hidden marker."""
+        ...
+
+    def raw_piece(self, token: int) -> bytes:
+        """Return the bytes of one token, a marker's name for a marker."""
         ...
 
     def decode(self, tokens: Sequence[int], special: bool = False) -> str:
@@ -76,13 +85,16 @@ class ByteTokenizer:
         self.ends = tuple(ends)
         self._encode_plain = encode_plain
         self._pieces = pieces
+        # Some vocabularies lack rare bytes, which their library drops without a word.
+        self._missing = {bytes([b]) for b in range(256)} - set(pieces)
         longest_first = sorted(self.special, key=len, reverse=True)
         self._markers = re.compile(f'({"|".join(map(re.escape, longest_first)) or "(?!)"})')
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         """Return the ids of ``text``.
 
-        :raises ConfigError: not a text, or one with half a surrogate pair.
+        :raises ConfigError: not a text, one with half a surrogate pair, or with a character that
+            the vocabulary cannot spell.
         """
         if not isinstance(text, str):
             raise ConfigError(f'the text is {text!r:.80}; give a string')
@@ -94,13 +106,20 @@ class ByteTokenizer:
                 'surrogate pair; give valid Unicode'
             ) from None
         if not special:
-            return self._encode_plain(text)
+            return self._spelled(text)
         tokens: list[int] = []
         for part in self._markers.split(text):
-            if part in self.special:
-                tokens.append(self.special[part])
-            elif part:
-                tokens += self._encode_plain(part)
+            tokens += [self.special[part]] if part in self.special else self._spelled(part)
+        return tokens
+
+    def _spelled(self, text: str) -> list[int]:
+        tokens = self._encode_plain(text)
+        if any(byte in text.encode() for byte in self._missing) and self.decode(tokens) != text:
+            lost = next(c for c in text if self.decode(self._encode_plain(c)) != c)
+            raise ConfigError(
+                f'tokenizer {self.name} cannot spell {lost!r}, at character {text.index(lost)} of '
+                'the text; leave it out'
+            )
         return tokens
 
     def piece(self, token: int) -> bytes:

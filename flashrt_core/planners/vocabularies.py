@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Iterator
 from collections.abc import Mapping
+from contextlib import contextmanager
 import functools
 import json
 from pathlib import Path
@@ -14,6 +16,7 @@ from flashrt_core.planners.text import ByteTokenizer
 from flashrt_core.planners.text import END_MARKERS
 
 QWEN = 'qwen3.6'
+GGUF_LISTS = ('tokenizer.ggml.tokens', 'tokenizer.ggml.token_type', 'tokenizer.ggml.merges')
 CONTROL, USER_DEFINED = 3, 4  # GGUF's token types that are markers
 
 # How llama.cpp names the rule that cuts text into words, and that rule (each published with its
@@ -128,7 +131,9 @@ def json_tokenizer(path: str | Path) -> ByteTokenizer:
         ) from error
     if kind != 'BPE':
         raise ConfigError(f'tokenizer {path} is of type {kind!r}; give one of type BPE')
-    inner = _library('a tokenizer.json').Tokenizer.from_str(json.dumps(record))
+    library = _library('a tokenizer.json')
+    with _telling(f'tokenizer {path}'):
+        inner = library.Tokenizer.from_str(json.dumps(record))
     inner.no_padding()
     inner.no_truncation()
     inner.encode_special_tokens = True  # as plain text
@@ -166,14 +171,23 @@ def gguf_tokenizer(fields: Mapping[str, Any], where: str) -> ByteTokenizer:
             f'{where} has a tokenizer of kind {kind!r}; give a file with byte-level BPE, '
             "kind 'gpt2' (Llama 3, SmolLM2)"
         )
-    tokens, types = fields['tokenizer.ggml.tokens'], fields['tokenizer.ggml.token_type']
+    missing = [key for key in GGUF_LISTS if not isinstance(fields.get(key), list)]
+    if missing:
+        raise ConfigError(f'{where} lacks {missing[0]}; give a file with its whole vocabulary')
+    tokens, types, pairs = (fields[key] for key in GGUF_LISTS)
+    if len(tokens) != len(types):
+        raise ConfigError(
+            f'{where} has {len(tokens)} tokens and {len(types)} token types; it is damaged: copy '
+            'or download it again'
+        )
     special = {t: i for i, t in enumerate(tokens) if types[i] in (CONTROL, USER_DEFINED)}
     plain = {t: i for i, t in enumerate(tokens) if types[i] not in (CONTROL, USER_DEFINED)}
-    merges = [tuple(merge.split(' ')) for merge in fields['tokenizer.ggml.merges']]
     library = _library('the tokenizer of a GGUF file')
-    inner = library.Tokenizer(
-        library.models.BPE(vocab=plain, merges=merges, ignore_merges=rule == 'llama-bpe')
-    )
+    with _telling(f'the vocabulary of {where}'):
+        merges = [tuple(pair.split(' ')) for pair in pairs]
+        inner = library.Tokenizer(
+            library.models.BPE(vocab=plain, merges=merges, ignore_merges=rule == 'llama-bpe')
+        )
     inner.pre_tokenizer = _word_rule(library, str(rule), where)
     pieces = [t.encode() if t in special else byte_piece(t, where) for t in tokens]
     ends = {*_ends(special), *_known(fields, 'eos_token_id'), *_known(fields, 'eot_token_id')}
@@ -213,6 +227,18 @@ def _word_rule(library: Any, rule: str, where: str) -> Any:
             f"{', '.join(made)}. Give the model's tokenizer.json beside it"
         )
     return made[rule]()
+
+
+@contextmanager
+def _telling(what: str) -> Iterator[None]:
+    """Tell what the tokenizers library does not take; it raises plain exceptions."""
+    try:
+        yield
+    except Exception as error:
+        raise ConfigError(
+            f'{what} is refused by the package tokenizers: {error!s:.300}; give the file that '
+            'came with the model'
+        ) from error
 
 
 def _library(what: str) -> Any:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.metadata as metadata
 import sys
 
+from _llama import permuted
+from _llama import save_gguf
 from _llama import their_model
 import gguf
 import numpy as np
@@ -21,53 +23,6 @@ from flashrt_core.planners.llama.gguf import GgufReader
 from flashrt_core.planners.options import Options
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
-PIECES = ['<|endoftext|>', '<|im_start|>', '<|im_end|>'] + [chr(33 + i) for i in range(90)]
-
-
-def permuted(rows, heads):
-    """Return q or k as a conversion to GGUF stores it: halves become neighbouring pairs."""
-    half = rows.shape[0] // heads // 2
-    return rows.reshape(heads, 2, half, -1).swapaxes(1, 2).reshape(rows.shape)
-
-
-def write(path, model, kind=None, architecture='llama', **fields):
-    """Write transformers' model as a GGUF file; matrices as ``kind``."""
-    c = model.config
-    writer = gguf.GGUFWriter(path, architecture)
-    writer.add_block_count(c.num_hidden_layers)
-    writer.add_context_length(c.max_position_embeddings)
-    writer.add_embedding_length(c.hidden_size)
-    writer.add_feed_forward_length(c.intermediate_size)
-    writer.add_head_count(c.num_attention_heads)
-    writer.add_head_count_kv(c.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(c.rms_norm_eps)
-    writer.add_rope_freq_base(c.rope_parameters['rope_theta'])
-    writer.add_tokenizer_model('gpt2')
-    writer.add_tokenizer_pre('gpt-2')
-    tokens = PIECES + [f'!{"x" * i}' for i in range(c.vocab_size - len(PIECES))]
-    writer.add_token_list(tokens)
-    writer.add_token_types([3] * 3 + [1] * (len(tokens) - 3))
-    writer.add_token_merges(['! x'])
-    writer.add_eos_token_id(2)
-    for name, value in fields.items():
-        writer.add_string(name, value)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, c.num_hidden_layers)
-    for name, tensor in model.state_dict().items():
-        if name == 'lm_head.weight' and c.tie_word_embeddings:
-            continue
-        array = tensor.numpy()
-        if name.endswith('q_proj.weight'):
-            array = permuted(array, c.num_attention_heads)
-        if name.endswith('k_proj.weight'):
-            array = permuted(array, c.num_key_value_heads)
-        quantised = kind if kind is not None and array.ndim == 2 else gguf.GGMLQuantizationType.F32
-        stored = gguf.quants.quantize(array, quantised)
-        writer.add_tensor(names.get_name(name, ('.weight',)), stored, raw_dtype=quantised)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return str(path)
 
 
 @pytest.fixture(scope='module', params=['grouped', 'untied'])
@@ -76,7 +31,7 @@ def theirs(request):
 
 
 def test_a_gguf_file_gives_the_weights_of_the_model_it_was_made_from(theirs, tmp_path):
-    with GgufReader(write(tmp_path / 'a.gguf', theirs)) as reader:
+    with GgufReader(save_gguf(tmp_path / 'a.gguf', theirs)) as reader:
         expected = {n.removeprefix('model.'): t for n, t in theirs.state_dict().items()}
         if theirs.config.tie_word_embeddings:
             expected.pop('lm_head.weight')
@@ -86,7 +41,7 @@ def test_a_gguf_file_gives_the_weights_of_the_model_it_was_made_from(theirs, tmp
 
 
 def test_its_greedy_tokens_are_those_of_transformers(theirs, tmp_path, backend):
-    base = write(tmp_path / 'a.gguf', theirs)
+    base = save_gguf(tmp_path / 'a.gguf', theirs)
     session = bind(LLAMA, backend, {
         'base': base, 'context': 128, 'prefill_keys': [16], 'ridge': 16, 'smallest_span': 128})
     tokens = list(range(3, 20))
@@ -99,7 +54,7 @@ def test_its_greedy_tokens_are_those_of_transformers(theirs, tmp_path, backend):
 
 
 def test_sizes_tokenizer_and_stop_ids_come_from_the_file(theirs, tmp_path):
-    base = write(tmp_path / 'a.gguf', theirs)
+    base = save_gguf(tmp_path / 'a.gguf', theirs)
     c, s = load_config(base)
     t = theirs.config
     assert (c.width, c.layers, c.mlp) == (t.hidden_size, t.num_hidden_layers, t.intermediate_size)
@@ -113,7 +68,7 @@ def test_sizes_tokenizer_and_stop_ids_come_from_the_file(theirs, tmp_path):
 @pytest.mark.parametrize('kind, error', [('Q8_0', 0.02), ('F16', 1e-3), ('BF16', 8e-3)])
 def test_quantised_tensors_come_back_within_their_steps(tmp_path, kind, error):
     model = their_model('grouped')
-    path = write(tmp_path / 'q.gguf', model, gguf.GGMLQuantizationType[kind])
+    path = save_gguf(tmp_path / 'q.gguf', model, gguf.GGMLQuantizationType[kind])
     with GgufReader(path) as reader:
         for name in ('layers.1.self_attn.q_proj.weight', 'layers.2.mlp.gate_proj.weight'):
             exact, found = model.state_dict()[f'model.{name}'], reader.read(name)
@@ -122,7 +77,7 @@ def test_quantised_tensors_come_back_within_their_steps(tmp_path, kind, error):
 
 
 def test_a_file_whose_vocabulary_is_not_the_models_is_refused_with_both_sizes(tmp_path):
-    path = write(tmp_path / 'a.gguf', their_model('grouped'))
+    path = save_gguf(tmp_path / 'a.gguf', their_model('grouped'))
     fields, _ = module._open(path, module._stamp(tmp_path / 'a.gguf'))
     more = [*fields['tokenizer.ggml.tokens'], 'y!']
     fields['tokenizer.ggml.tokens'], fields['tokenizer.ggml.token_type'] = more, [1] * len(more)
@@ -133,7 +88,7 @@ def test_a_file_whose_vocabulary_is_not_the_models_is_refused_with_both_sizes(tm
 def test_a_large_tensor_comes_in_pieces_and_q_in_one(tmp_path, monkeypatch):
     monkeypatch.setattr(module, 'PIECE_ROWS', 100)
     model = their_model('grouped')
-    with GgufReader(write(tmp_path / 'a.gguf', model)) as reader:
+    with GgufReader(save_gguf(tmp_path / 'a.gguf', model)) as reader:
         assert [row for row, _ in reader.pieces('embed_tokens.weight')] == [0, 100, 200]
         assert torch.equal(reader.read('embed_tokens.weight'), model.model.embed_tokens.weight)
         assert [row for row, _ in reader.pieces('layers.0.self_attn.q_proj.weight')] == [0]
@@ -144,7 +99,7 @@ def test_a_quantisation_that_cannot_be_undone_is_named(tmp_path, monkeypatch):
         raise NotImplementedError('no such kind')
 
     monkeypatch.setattr(gguf.quants, 'dequantize', refuse)
-    path = write(tmp_path / 'q.gguf', their_model('grouped'), gguf.GGMLQuantizationType.Q8_0)
+    path = save_gguf(tmp_path / 'q.gguf', their_model('grouped'), gguf.GGMLQuantizationType.Q8_0)
     with GgufReader(path) as reader, pytest.raises(ConfigError, match='quantised as Q8_0'):
         reader.read('layers.1.mlp.up_proj.weight')
 
@@ -157,7 +112,7 @@ def test_a_quantisation_that_cannot_be_undone_is_named(tmp_path, monkeypatch):
 ])
 def test_a_damaged_file_is_told_in_a_sentence(tmp_path, damage, what):
     path = tmp_path / 'a.gguf'
-    write(path, their_model('grouped'))
+    save_gguf(path, their_model('grouped'))
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(ConfigError, match=what):
         GgufReader(path)
@@ -173,14 +128,14 @@ def test_a_path_without_a_file_is_told(tmp_path):
 def test_another_architecture_and_scaled_rope_are_refused(tmp_path):
     model = their_model('grouped')
     with pytest.raises(ConfigError, match="architecture 'gemma'; this family reads 'llama'"):
-        load_config(write(tmp_path / 'g.gguf', model, architecture='gemma'))
-    scaled = write(tmp_path / 's.gguf', model, **{'llama.rope.scaling.type': 'yarn'})
+        load_config(save_gguf(tmp_path / 'g.gguf', model, architecture='gemma'))
+    scaled = save_gguf(tmp_path / 's.gguf', model, **{'llama.rope.scaling.type': 'yarn'})
     with pytest.raises(ConfigError, match="scales its rope by 'yarn'"):
         load_config(scaled)
 
 
 def test_a_missing_package_and_a_missing_wheel_are_named_with_their_line(monkeypatch, tmp_path):
-    path = write(tmp_path / 'a.gguf', their_model('grouped'))
+    path = save_gguf(tmp_path / 'a.gguf', their_model('grouped'))
     monkeypatch.setitem(sys.modules, 'gguf', None)
     with pytest.raises(ConfigError, match='pip install gguf'):
         GgufReader(path)

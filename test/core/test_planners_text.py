@@ -94,6 +94,10 @@ def test_smollm_cuts_digits_singly_and_llama_3_by_threes(trained):
 @pytest.mark.parametrize('changes, what', [
     ({'model': 'llama'}, "kind 'llama'; give a file with byte-level BPE"),
     ({'pre': 'deepseek'}, "rule 'deepseek', which is not known here; known: gpt-2, smollm"),
+    ({'merges': ['Q']}, 'is refused by the package tokenizers'),
+    ({'merges': ['Q nowhere']}, 'is refused by the package tokenizers: .*out of vocabulary'),
+    ({'merges': None}, 'lacks tokenizer.ggml.merges'),
+    ({'token_type': [1]}, 'tokens and 1 token types; it is damaged'),
     ({'tokens': ['a', '▁b'], 'token_type': [1, 1], 'merges': []}, "'▁', so it is no"),
 ])
 def test_a_gguf_vocabulary_of_another_kind_is_refused_with_what_would_do(trained, changes, what):
@@ -104,6 +108,7 @@ def test_a_gguf_vocabulary_of_another_kind_is_refused_with_what_would_do(trained
 @pytest.mark.parametrize('content, what', [
     ('{', 'no tokenizer.json'), ('[]', 'no tokenizer.json'),
     ('{"model": {}}', 'no tokenizer.json'),
+    ('{"model": {"type": "BPE"}}', 'is refused by the package tokenizers'),
     ('{"model": {"type": "Unigram"}}', "type 'Unigram'; give one of type BPE"),
 ])
 def test_a_tokenizer_file_of_another_kind_is_refused(tmp_path, content, what):
@@ -127,6 +132,21 @@ def test_a_vocabulary_of_another_model_is_refused_with_both_sizes(small):
 def test_what_is_no_text_is_refused(small, text):
     with pytest.raises(ConfigError, match='the text'):
         small.encode(text)
+
+
+def test_a_character_that_the_vocabulary_cannot_spell_is_named_not_dropped(trained):
+    fields = gguf_fields(trained)
+    tokens = fields['tokenizer.ggml.tokens']
+    for letter in 'Ã´':  # bytes C3 and B4: of two letters below
+        tokens[tokens.index(letter)] = f'x{ord(letter)}'
+    merges = fields['tokenizer.ggml.merges']
+    fields['tokenizer.ggml.merges'] = [m for m in merges if not set(m) & set('Ã´')]
+    small = vocabularies.gguf_tokenizer(fields, 'a.gguf')
+    assert small.decode(small.encode('plain')) == 'plain'
+    with pytest.raises(ConfigError, match="cannot spell 'ß', at character 2 of the text"):
+        small.encode('a ß')
+    with pytest.raises(ConfigError, match='cannot spell'):
+        small.encode('<|im_start|>ß', special=True)
 
 
 @pytest.mark.parametrize('token', [-1, 10**9])

@@ -132,10 +132,10 @@ def load_config(
         raise ConfigError(f"planner is {planner!r}, this config is read by 'llama'")
     c, s = _base(base)
     running = {f.name for f in fields(Settings)}
-    return (
-        override(c, {k: v for k, v in record.items() if k not in running}),
-        override(s, {k: v for k, v in record.items() if k in running}),
-    )
+    c = override(c, {k: v for k, v in record.items() if k not in running})
+    fitting = tuple(key for key in s.prefill_keys if key <= c.context) or (c.context,)
+    s = replace(s, prefill_keys=fitting)
+    return c, override(s, {k: v for k, v in record.items() if k in running})
 
 
 def _base(name: Any) -> tuple[LlamaConfig, Settings]:
