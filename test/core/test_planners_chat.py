@@ -26,7 +26,7 @@ def run(capsys, *arguments):
 def test_every_question_is_answered_from_the_restored_system_prompt(model, capsys):
     code, out, err = run(
         capsys, '--model', model, '--system', 'Plan.', '--regex', '[a-z]{12}', '--context', '128',
-        '--prompt', 'one', '--prompt', 'two', '--prompt', 'one')
+        '--temperature', '3', '--prompt', 'one', '--prompt', 'seven', '--prompt', 'one')
     assert code == 0
     answers = re.split(r'^> .*\n', out, flags=re.MULTILINE)[1:]
     assert len(answers) == 3 and answers[0] == answers[2] != answers[1]
