@@ -21,6 +21,7 @@ from flashrt_core.errors import LaneBusy
 from flashrt_core.errors import NotAtBoundary
 from flashrt_core.errors import TickDropped
 from flashrt_core.planners.layout import MTP_KV
+from flashrt_core.runtime import LaneFuture
 
 if TYPE_CHECKING:
     from flashrt_core.capsule import Boundary
@@ -80,16 +81,16 @@ class Tenant(Protocol):
         """Whether they do."""
 
 
-class Operation(Future[T], Generic[T]):
+class Operation(LaneFuture[T], Generic[T]):
     """The future of one operation.
 
     ``cancel()`` lets the running plan end, drops the rest and answers True; the future then raises
     TickDropped once the lane has stopped, so that whoever waited may start the next operation.
-    Callbacks run on the lane thread. Waiting for it there would wait for ever.
+    Callbacks run on the lane thread; waiting for it there raises LaneError.
     """
 
-    def __init__(self, name: str, plans: int, epoch: int) -> None:
-        super().__init__()
+    def __init__(self, lane: Lane, name: str, plans: int, epoch: int) -> None:
+        super().__init__(lane)
         self.set_running_or_notify_cancel()
         self.name = name
         self.plans = plans
@@ -182,7 +183,7 @@ class Runner:
 
         Called within ``starting``. ``finish`` gives its result, ``failed`` is told its error.
         """
-        operation: Operation[Any] = Operation(name, len(jobs), self.mirror.epoch)
+        operation: Operation[Any] = Operation(self.lane, name, len(jobs), self.mirror.epoch)
         self._operation = operation
         ended = partial(self._ended, operation, finish, failed)
         for i, job in enumerate(jobs):

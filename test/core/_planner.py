@@ -49,6 +49,19 @@ def bound(backend: Backend, config: Any = SMALL, settings: Settings = SETTINGS,
         session.close()
 
 
+_shared: dict[str, PlannerSession] = {}
+
+
+def shared(backend: Backend) -> PlannerSession:
+    """Give one session of ``SMALL`` a backend for all tests that leave it working, reset."""
+    session = _shared.get(backend.name)
+    if session is None or session.lane.state != 'running':
+        session = make_planner('qwen3_5').bind(backend, (SMALL, SETTINGS))
+        _shared[backend.name] = session
+    session.reset().result(20)
+    return session
+
+
 def run(session: PlannerSession, count: int, options: Options | None = GREEDY) -> list[int]:
     """Decode exactly ``count`` tokens."""
     tokens: list[int] = []
