@@ -56,15 +56,19 @@ class Answer:
 class Chat:
     """A session whose system prompt is a pinned capsule; one thread.
 
-    :param opening: begins every answer, see ``text.ChatMl``.
+    :param opening: begins every answer; None lets a model that thinks answer at once.
     """
 
-    def __init__(self, session: PlannerSession, store: CapsuleStore, opening: str = '') -> None:
+    def __init__(
+        self, session: PlannerSession, store: CapsuleStore, opening: str | None = None
+    ) -> None:
         if session.tokenizer is None:
             raise ConfigError("the model's config names no tokenizer; add one, as tokenizer: qwen")
         self.session = session
         self.store = store
         self.tokenizer = session.tokenizer
+        if opening is None:
+            opening = ChatMl.NO_THINKING if '<think>' in self.tokenizer.special else ''
         self.form = ChatMl(self.tokenizer, opening)
 
     def begin(self, system: str) -> float:
@@ -233,7 +237,8 @@ def _parser() -> argparse.ArgumentParser:
     add('--prompt', action='append', metavar='TEXT',
         help='a question; again for more; without it, lines of the standard input')
     add('--system', default=SYSTEM, metavar='TEXT', help='the system prompt')
-    add('--opening', default='', metavar='TEXT', help='how every answer begins')
+    add('--opening', metavar='TEXT',
+        help='how every answer begins (default: a model that thinks is told that it has)')
     add('--max-tokens', type=int, default=128, metavar='N', help='default: %(default)s')
     add('--temperature', type=float, default=0.0, metavar='T', help='0, the default, is greedy')
     add('--top-k', type=int, default=0, metavar='K', help='0, the default, keeps all')

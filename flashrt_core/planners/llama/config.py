@@ -60,8 +60,9 @@ class LlamaConfig:
         if not self.head_dim and self.heads > 0:
             object.__setattr__(self, 'head_dim', self.width // self.heads)
         for name, value in vars(self).items():
-            if type(value) is int and value < (name != 'weight_seed'):
-                raise ConfigError(f'{name} is {value}; give at least 1')
+            least = 0 if name == 'weight_seed' else 1
+            if type(value) is int and value < least:
+                raise ConfigError(f'{name} is {value}; give at least {least}')
             if type(value) is float and not 0 < value < math.inf:
                 raise ConfigError(f'{name} is {value}; give a finite number above 0')
         if self.heads % self.kv_heads or self.head_dim % 2:
