@@ -126,3 +126,19 @@ def _checked(stored: Tensor, name: str, dtype: torch.dtype) -> Tensor:
             'training diverged: give another'
         )
     return part
+
+
+def split_sources(target: Target, tensor: Tensor) -> dict[str, Tensor]:
+    """Return a target's tensor cut into its sources by key: the inverse of ``read_into``."""
+    found: dict[str, Tensor] = {}
+    top = 0
+    for source in target.sources:
+        rows = source.shape[source.permute[0]] if source.permute else source.shape[0]
+        part = tensor[top : top + rows]
+        if source.permute:
+            order = source.permute
+            part = part.reshape([source.shape[axis] for axis in order])
+            part = part.permute([order.index(axis) for axis in range(len(order))])
+        found[source.key] = part.reshape(source.shape).contiguous().clone()
+        top += rows
+    return found

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from flashrt_core.checkpoints.keymap import split_sources
 from flashrt_core.checkpoints.qwen3_5 import qwen3_5_targets
 from flashrt_core.errors import ConfigError
 from flashrt_core.errors import FlashrtError
@@ -219,11 +220,8 @@ def save(folder: Path, c: Qwen35Config, recipe: Recipe, w: Mapping[str, Tensor],
     _replace(folder / 'training.json', lambda path: Path(path).write_text(json.dumps(record)))
     stored: dict[str, Tensor] = {}
     for target in qwen3_5_targets(c):
-        top = 0
-        for source in target.sources:
-            part = w[target.name].detach()[top : top + source.shape[0]].reshape(source.shape)
-            stored[source.key] = part.to(torch.bfloat16).cpu().contiguous().clone()
-            top += source.shape[0]
+        parts = split_sources(target, w[target.name].detach().cpu())
+        stored |= {key: part.to(torch.bfloat16) for key, part in parts.items()}
     _replace(folder / WEIGHTS, lambda path: save_file(stored, path))
     lines = ['# The small planner of the tabletop; read by planners.qwen3_5.load_config.',
              'planner: qwen3_5', 'base: tiny']

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashrt_core.checkpoints.keymap import split_sources
 from flashrt_core.checkpoints.qwen3_5 import qwen3_5_targets
 from flashrt_core.planners.qwen3_5 import model
 from flashrt_core.planners.qwen3_5 import NAMED
@@ -60,13 +61,9 @@ def take(c: Qwen35Config, b: Mapping[str, Tensor], tokens: list[int], cuts: list
 
 def stored(c: Qwen35Config, w: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The same weights under the names and shapes of a checkpoint."""
-    found = {}
+    found: dict[str, Tensor] = {}
     for target in qwen3_5_targets(c):
-        top = 0
-        for source in target.sources:
-            rows = source.shape[0]
-            found[source.key] = w[target.name][top:top + rows].reshape(source.shape).clone()
-            top += rows
+        found |= split_sources(target, w[target.name])
     return found
 
 
