@@ -8,6 +8,7 @@ from flashrt_core.checkpoints.pi0 import pi0_canonical
 from flashrt_core.checkpoints.pi0 import pi0_check_family
 from flashrt_core.checkpoints.pi0 import pi0_ignored
 from flashrt_core.checkpoints.pi0 import pi0_targets
+from flashrt_core.checkpoints.pi0_settings import pi0_check_settings
 from flashrt_core.checkpoints.pi0_statistics import pi0_statistics
 from flashrt_core.checkpoints.reader import SafetensorsReader
 
@@ -18,6 +19,7 @@ __all__ = [
     'check_keys',
     'pi0_canonical',
     'pi0_check_family',
+    'pi0_check_settings',
     'pi0_ignored',
     'pi0_statistics',
     'pi0_targets',

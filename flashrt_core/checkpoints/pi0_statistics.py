@@ -93,7 +93,7 @@ def _beside(weights: Path, c: Pi0Config) -> Path:
 
 
 def _openpi(path: Path) -> Numbers:
-    record = _json(path)
+    record = read_json(path)
     groups = record.get('norm_stats', record)
     if not isinstance(groups, dict):
         raise ConfigError(f'{path} holds no norm_stats; give a norm_stats.json of openpi')
@@ -111,17 +111,15 @@ def _openpi(path: Path) -> Numbers:
 
 
 def _lerobot(path: Path, c: Pi0Config) -> tuple[Numbers, str]:
-    steps = _json(path).get('steps')
-    step = next(
-        (s for s in steps or [] if s.get('registry_name') == 'normalizer_processor'), None
-    )
-    if step is None or not step.get('state_file'):
+    step = processor_step(path, 'normalizer_processor')
+    if not isinstance(step.get('state_file'), str):
         raise ConfigError(
             f'{path} names no normalizer_processor with a state_file; give statistics_file or '
             'statistics'
         )
-    ways = step.get('config', {}).get('norm_map', {})
-    kinds = {part: ways.get(part.upper(), 'IDENTITY') for part in ('state', 'action')}
+    ways = step['config'].get('norm_map')
+    ways = ways if isinstance(ways, dict) else {}
+    kinds = {part: str(ways.get(part.upper(), 'IDENTITY')) for part in ('state', 'action')}
     if len({WAYS.get(kind, kind) for kind in kinds.values()}) != 1 or not set(kinds.values()) <= (
         set(WAYS)
     ):
@@ -201,7 +199,18 @@ def _number(value: Any, source: Path) -> float:
     return float(value)
 
 
-def _json(path: Path) -> dict[str, Any]:
+def processor_step(path: Path, name: str) -> dict[str, Any]:
+    """Return a step of LeRobot's processor by its registered name, 'config' always a mapping."""
+    steps = read_json(path).get('steps')
+    for step in steps if isinstance(steps, list) else []:
+        if isinstance(step, dict) and step.get('registry_name') == name:
+            config = step.get('config')
+            return {**step, 'config': config if isinstance(config, dict) else {}}
+    return {'config': {}}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the mapping in a small JSON file; raises ConfigError."""
     try:
         if path.stat().st_size > LIMIT_BYTES:
             raise ConfigError(f'{path} is larger than {LIMIT_BYTES} bytes; give its statistics')
@@ -211,5 +220,5 @@ def _json(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f'{path} is not valid JSON: {error}; copy it again') from error
     if not isinstance(record, dict):
-        raise ConfigError(f'{path} holds a {type(record).__name__}; give a norm_stats.json')
+        raise ConfigError(f'{path} holds a {type(record).__name__}; copy it again')
     return record

@@ -10,6 +10,7 @@ import torch
 from flashrt_core.capsule import Boundary
 from flashrt_core.capsule import Identity
 from flashrt_core.capsule import numerics_of
+from flashrt_core.checkpoints import pi0_check_settings
 from flashrt_core.checkpoints import pi0_statistics
 from flashrt_core.errors import ConfigError
 from flashrt_core.errors import OutOfMemory
@@ -59,6 +60,7 @@ class Pi0Policy:
                 f'policy to {c.family!r} or give another config'
             )
         check_checkpoint(c)
+        pi0_check_settings(c)
         c = pi0_statistics(c)
         prompts = make_prompts(c.tokenizer, c.family, c.vocab, bool(c.weights))
         state_text = state_text_of(c, prompts)

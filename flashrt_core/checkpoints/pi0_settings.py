@@ -1,0 +1,69 @@
+"""What LeRobot wrote beside a Pi0 or Pi0.5 checkpoint and no weight tells: checked by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from typing import TYPE_CHECKING
+
+from flashrt_core.checkpoints.pi0_statistics import LEROBOT
+from flashrt_core.checkpoints.pi0_statistics import processor_step
+from flashrt_core.checkpoints.pi0_statistics import read_json
+from flashrt_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from flashrt_core.policies.pi0.config import Pi0Config
+
+RELATIVE = 'relative_actions_processor'
+
+
+def pi0_check_settings(c: Pi0Config) -> None:
+    """Verify the config against ``config.json`` and ``policy_preprocessor.json``, where they are.
+
+    Neither the length of a chunk nor which actions are relative shows in any tensor, so a wrong
+    setting would only show in how the robot moves.
+
+    :raises ConfigError: family, horizon or relative actions are not those of the checkpoint.
+    """
+    if not c.weights:
+        return
+    weights = Path(c.weights)
+    folder = weights if weights.is_dir() else weights.parent
+    if (folder / 'config.json').is_file():
+        _check_config(c, folder / 'config.json')
+    if (folder / LEROBOT).is_file():
+        _check_relative(c, folder / LEROBOT)
+
+
+def _check_config(c: Pi0Config, path: Path) -> None:
+    record = read_json(path)
+    family = record.get('type')
+    if family in ('pi0', 'pi05') and family != c.family:
+        raise ConfigError(
+            f'{path} is of {family!r}, the config is of {c.family!r}; give base: {family}'
+        )
+    chunk = record.get('chunk_size')
+    if isinstance(chunk, int) and chunk != c.horizon:
+        raise ConfigError(
+            f'{path} has chunk_size {chunk}, horizon is {c.horizon}; set horizon to {chunk}'
+        )
+
+
+def _check_relative(c: Pi0Config, path: Path) -> None:
+    settings = processor_step(path, RELATIVE)['config']
+    if not settings.get('enabled'):
+        return
+    relative = _relative_actions(settings, c.action_dim)
+    if sorted(c.relative) != relative:
+        raise ConfigError(
+            f'{path} makes the actions {relative} relative to the state, the config has '
+            f'{list(c.relative)}; set relative to {relative}'
+        )
+
+
+def _relative_actions(settings: dict[str, Any], size: int) -> list[int]:
+    """Return the indexes of relative actions; an excluded name may be part of an action's name."""
+    excluded = [str(name).lower() for name in settings.get('exclude_joints') or [] if name]
+    names = [str(name).lower() for name in settings.get('action_names') or []][:size]
+    kept = {i for i, name in enumerate(names) if any(word in name for word in excluded)}
+    return [i for i in range(size) if i not in kept]
