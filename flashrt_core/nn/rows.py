@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flashrt_core.nn.attention import MASKED
+from flashrt_core.nn.norms import rms_norm
 
-TILE = 16      # rows of a product on CUDA: fewer are padded
+TILE = 16      # rows of a product or a function on CUDA: fewer are padded
 KEY_STEP = 256  # keys; on the CPU a row attends a whole number of such steps
 
 
@@ -22,19 +23,37 @@ def rows_linear(x: Tensor, weight: Tensor) -> Tensor:
     """Return x [M, K] @ weight [N, K]^T as [M, N], each row as if it were alone."""
     if x.device.type == 'cpu':
         return torch.cat([F.linear(row, weight) for row in x.split(1)])
-    parts = [F.pad(part, (0, 0, 0, TILE - len(part))) for part in x.split(TILE)]
-    return torch.cat([F.linear(part, weight) for part in parts])[: len(x)]
+    return _tiled(lambda part: F.linear(part, weight), x)
+
+
+def rows_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return rms_norm(x) of x [M, ..., width], each row as if it were alone."""
+    if x.device.type == 'cpu':
+        return rms_norm(x, weight, eps)  # a sum along the last axis has one order whatever M is
+    return _tiled(lambda part: rms_norm(part, weight, eps), x)
 
 
 def row_by_row(fn: Callable[..., Tensor], *xs: Tensor) -> Tensor:
     """Return fn(*xs) of tensors [M, ...], each row as if it were alone.
 
     For functions such as exp, sine or sigmoid: on the CPU the last few elements of a tensor take
-    another path than the vectors before them, with other bits.
+    another path than the vectors before them, with other bits. On CUDA the order of a sum within
+    ``fn`` follows from the shape.
     """
-    if xs[0].device.type != 'cpu' or len(xs[0]) == 1:
+    if xs[0].device.type != 'cpu':
+        return _tiled(fn, *xs)
+    if len(xs[0]) == 1:
         return fn(*xs)
     return torch.cat([fn(*rows) for rows in zip(*(x.split(1) for x in xs), strict=True)])
+
+
+def _tiled(fn: Callable[..., Tensor], *xs: Tensor) -> Tensor:
+    """Return fn(*xs) of tensors [M, ...], TILE rows at a time, the last ones beside zeros."""
+    parts = [
+        fn(*(torch.cat([x, x.new_zeros((TILE - len(x), *x.shape[1:]))]) for x in part))
+        for part in zip(*(x.split(TILE) for x in xs), strict=True)
+    ]
+    return torch.cat(parts)[: len(xs[0])]
 
 
 def attend_row(q: Tensor, kv: Tensor, position: Tensor) -> Tensor:

@@ -10,19 +10,26 @@ from torch.nn import functional as F
 
 from flashrt_core.nn.attention import attend_causal
 from flashrt_core.nn.attention import store_rows
+from flashrt_core.nn.norms import rms_norm
 from flashrt_core.nn.rows import attend_row
 from flashrt_core.nn.rows import key_span
 from flashrt_core.nn.rows import row_by_row
 from flashrt_core.nn.rows import rows_linear
+from flashrt_core.nn.rows import rows_norm
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.fixture(params=['cpu', pytest.param('cuda', marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
-def test_a_row_of_a_product_has_the_bits_it_has_alone(dtype: torch.dtype) -> None:
-    x, weight = normal(19, 96).to(dtype), normal(80, 96, seed=1).to(dtype)
+def test_a_row_of_a_product_has_the_bits_it_has_alone(dtype: torch.dtype, device: str) -> None:
+    x, weight = (t.to(device, dtype) for t in (normal(19, 96), normal(80, 96, seed=1)))
     together = rows_linear(x, weight)
     for m in range(19):
         assert torch.equal(rows_linear(x[m:m + 1], weight)[0], together[m])
@@ -33,11 +40,27 @@ def test_a_row_of_a_product_has_the_bits_it_has_alone(dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize('fn', [torch.sigmoid, torch.exp, torch.cos, F.silu, F.softplus])
-def test_a_row_of_a_function_has_the_bits_it_has_alone(fn: Callable[[Tensor], Tensor]) -> None:
-    x = normal(7, 11)
+def test_a_row_of_a_function_has_the_bits_it_has_alone(
+        fn: Callable[[Tensor], Tensor], device: str) -> None:
+    x = normal(19, 11).to(device)
     together = row_by_row(fn, x)
-    assert all(torch.equal(row_by_row(fn, x[m:m + 1])[0], together[m]) for m in range(7))
+    assert all(torch.equal(row_by_row(fn, x[m:m + 1])[0], together[m]) for m in range(19))
     torch.testing.assert_close(together, fn(x))
+
+
+@pytest.mark.parametrize('shape', [(64,), (1000,), (5120,), (4, 32), (24, 256)])
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
+def test_a_row_of_a_norm_has_the_bits_it_has_alone(
+        shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    wide = normal(19, *shape[:-1], 2, shape[-1]).to(device, dtype)
+    weight = normal(shape[-1], seed=1).to(device)
+    x = wide.select(-2, 0)  # heads lie apart, as in a merged projection
+    together = rows_norm(x, weight, 1e-6)
+    for rows in (1, 2, 5, 16):
+        for m in range(0, 19 - rows, 3):
+            part = wide[m:m + rows].clone().select(-2, 0)
+            assert torch.equal(rows_norm(part, weight, 1e-6), together[m:m + rows])
+    torch.testing.assert_close(together, rms_norm(x, weight, 1e-6))
 
 
 @pytest.mark.parametrize('position', [0, 1, 37, 99])

@@ -24,6 +24,7 @@ from flashrt_core.nn.rows import attend_row
 from flashrt_core.nn.rows import key_span
 from flashrt_core.nn.rows import row_by_row
 from flashrt_core.nn.rows import rows_linear
+from flashrt_core.nn.rows import rows_norm
 from flashrt_core.planners.memory import Memory
 from flashrt_core.planners.qwen3_5.config import Qwen35Config
 from flashrt_core.planners.qwen3_5.weights import ROPE
@@ -98,9 +99,9 @@ def rows(c: Qwen35Config, b: Tensors, tokens: Tensor, positions: Tensor,
     x = _embed(c, b, tokens)
     for i in range(c.layers):
         at = f'layers.{i}'
-        y = rms_norm(x, b[f'{at}.norm1'], c.eps)
+        y = rows_norm(x, b[f'{at}.norm1'], c.eps)
         if c.is_full(i):
-            q, gate, k, v = heads(c, b, at, rows_linear(y, b[f'{at}.qkv']), cos, sin)
+            q, gate, k, v = heads(c, b, at, rows_linear(y, b[f'{at}.qkv']), cos, sin, True)
             y = row_by_row(gated, memory.attend(i, q, k, v), gate)
         else:
             channels, z, a, beta = split(c, rows_linear(y, b[f'{at}.mix']))
@@ -108,7 +109,7 @@ def rows(c: Qwen35Config, b: Tensors, tokens: Tensor, positions: Tensor,
             y = row_by_row(partial(normed, c, b[f'{at}.gate_norm']), o, z)
         x = x + rows_linear(y, b[f'{at}.out'])
         x = x + mlp(c, b, at, x, alone=True)
-    return rms_norm(x, b['norm'], c.eps)
+    return rows_norm(x, b['norm'], c.eps)
 
 
 def head(c: Qwen35Config, b: Tensors, hidden: Tensor) -> Tensor:
@@ -124,10 +125,10 @@ def mtp_note(c: Qwen35Config, b: Tensors, tokens: Tensor, hidden: Tensor, positi
     int32 [M]; positions int64 [M] are consecutive. Keys and values depend on the pair alone.
     """
     cos, sin = _rope(b, positions)
-    y = rms_norm(_mtp_input(c, b, tokens, hidden), b['mtp.layer.norm1'], c.eps)
+    y = rows_norm(_mtp_input(c, b, tokens, hidden), b['mtp.layer.norm1'], c.eps)
     kv_rows = b['mtp.layer.qkv'][2 * c.q_dim :]
     k, v = rows_linear(y, kv_rows).unflatten(1, (2, c.kv_heads, c.head_dim)).unbind(1)
-    k = _rotate(c, rms_norm(k, b['mtp.layer.k_norm'], c.eps), cos, sin)
+    k = _rotate(c, rows_norm(k, b['mtp.layer.k_norm'], c.eps), cos, sin)
     store_rows(b['mtp.kv'], torch.stack([k, v], 1), positions[0], count)
 
 
@@ -144,13 +145,13 @@ def mtp_draft(c: Qwen35Config, b: Tensors, token: Tensor, hidden: Tensor,
     cos, sin = _rope(b, positions)
     at = 'mtp.layer'
     x = _mtp_input(c, b, tokens, hidden[None])
-    y = rms_norm(x, b[f'{at}.norm1'], c.eps)
-    q, gate, _, _ = heads(c, b, at, rows_linear(y, b[f'{at}.qkv']), cos, sin)
+    y = rows_norm(x, b[f'{at}.norm1'], c.eps)
+    q, gate, _, _ = heads(c, b, at, rows_linear(y, b[f'{at}.qkv']), cos, sin, True)
     kv = b['mtp.kv']
     attended = attend_row(q[0], kv[: key_span(position, len(kv))], position)[None]
     x = x + rows_linear(gated(attended, gate), b[f'{at}.out'])
     x = x + mlp(c, b, at, x, alone=True)
-    x = rms_norm(x, b['mtp.norm'], c.eps)
+    x = rows_norm(x, b['mtp.norm'], c.eps)
     return head(c, b, x)[0], x[0]
 
 
@@ -166,19 +167,23 @@ def _embed(c: Qwen35Config, b: Tensors, tokens: Tensor) -> Tensor:
 
 
 def _mtp_input(c: Qwen35Config, b: Tensors, tokens: Tensor, hidden: Tensor) -> Tensor:
-    embedded = rms_norm(_embed(c, b, tokens), b['mtp.norm_embed'], c.eps)
-    hidden = rms_norm(hidden, b['mtp.norm_hidden'], c.eps)
+    embedded = rows_norm(_embed(c, b, tokens), b['mtp.norm_embed'], c.eps)
+    hidden = rows_norm(hidden, b['mtp.norm_hidden'], c.eps)
     return rows_linear(torch.cat([embedded, hidden], 1), b['mtp.fc'])
 
 
-def heads(c: Qwen35Config, b: Tensors, at: str, y: Tensor, cos: Tensor,
-          sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Cut y [T, .] into q and gate [T, heads, d], k and v [T, kv_heads, d]; normed, rotated."""
+def heads(c: Qwen35Config, b: Tensors, at: str, y: Tensor, cos: Tensor, sin: Tensor,
+          alone: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Cut y [T, .] into q and gate [T, heads, d], k and v [T, kv_heads, d]; normed, rotated.
+
+    With ``alone`` each row as if it were alone.
+    """
+    norm = rows_norm if alone else rms_norm
     queries, k, v = y.split([2 * c.q_dim, c.kv_dim, c.kv_dim], dim=1)
     q, gate = queries.unflatten(1, (c.heads, 2, c.head_dim)).unbind(2)
     k, v = (part.unflatten(1, (c.kv_heads, c.head_dim)) for part in (k, v))
-    q = _rotate(c, rms_norm(q, b[f'{at}.q_norm'], c.eps), cos, sin)
-    k = _rotate(c, rms_norm(k, b[f'{at}.k_norm'], c.eps), cos, sin)
+    q = _rotate(c, norm(q, b[f'{at}.q_norm'], c.eps), cos, sin)
+    k = _rotate(c, norm(k, b[f'{at}.k_norm'], c.eps), cos, sin)
     return q, gate, k, v
 
 
@@ -224,7 +229,7 @@ def _recur(c: Qwen35Config, b: Tensors, i: int, y: Tensor, length: Tensor) -> Te
 
 def mlp(c: Qwen35Config, b: Tensors, at: str, x: Tensor, alone: bool = False) -> Tensor:
     """Return the gated MLP (SwiGLU) of x [T, D]; with ``alone`` each row as if it were alone."""
-    y = rms_norm(x, b[f'{at}.norm2'], c.eps)
+    y = (rows_norm if alone else rms_norm)(x, b[f'{at}.norm2'], c.eps)
     if alone:
         gate, up = rows_linear(y, b[f'{at}.gate_up']).chunk(2, dim=1)
         return rows_linear(row_by_row(_swiglu, gate, up), b[f'{at}.down'])
