@@ -13,8 +13,8 @@ from torch import Tensor
 
 from flashrt_core.errors import ConfigError
 from flashrt_core.errors import ContractError
-from flashrt_core.planners.gumbel import gumbel_torch
 from flashrt_core.planners.options import PARAMETERS
+from flashrt_core.runtime.gumbel import gumbel_torch
 
 NOTHING = -1           # token of a row in which nothing can be chosen
 WEIGHT_SCALE = 2.0**40  # of integer probabilities; 2**18 of them stay far below 2**63

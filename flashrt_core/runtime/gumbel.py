@@ -1,4 +1,4 @@
-"""Gumbel noise by table: equal bits in numpy and torch, and in any kernel that follows the steps.
+"""Gumbel noise by table: equal bits in numpy, torch and Triton.
 
 A Philox word w becomes v = float32(w) / 2**32, and the noise is -ln(-ln(1 - v)): small v, where a
 float is fine, are the large values, which decide a draw. The table is indexed by the upper bits of
@@ -84,8 +84,10 @@ def gumbel_torch(seed: Tensor, branch: Tensor, position: Tensor, n: int) -> Tens
     :param seed: int64 ``[rows]``, as are ``branch`` and ``position``; read on the device, so a
         captured call follows their present values. Capturable once it ran outside a capture.
     """
-    if seed.device.type != 'cpu':
-        return gumbel_reference(seed, branch, position, n)
+    if seed.is_cuda:
+        from flashrt_core.kernels.gumbel import noise
+
+        return noise(seed, branch, position, n)
     # On the host a few numpy passes beat 200 small torch operations; a replay runs this anew.
     rows = zip(seed.tolist(), branch.tolist(), position.tolist())
     return torch.from_numpy(np.stack([gumbel(*row, n) for row in rows]))
