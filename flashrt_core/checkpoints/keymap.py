@@ -24,12 +24,15 @@ class Source:
 
     ``permute``: axes to reorder before it is flattened to a matrix (a patch convolution).
     ``otherwise``: canonical name that may stand in for it (a tied embedding stored once).
+    ``groups``: its rows come in equal groups (one per head, say), each of these parts in turn:
+    (rows in a group, row of the target at which that part of all groups begins).
     """
 
     key: str
     shape: tuple[int, ...]
     permute: tuple[int, ...] = ()
     otherwise: str = ''
+    groups: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -109,8 +112,21 @@ def read_into(
             part = _checked(stored, name, into.dtype)
             if source.permute:
                 part = part.permute(source.permute).flatten(1)
-            into[top + row : top + row + len(part)].copy_(part)
+            if source.groups:
+                at = _places(source)[row : row + len(part)]
+                into.index_copy_(0, at.to(into.device), part.to(into.device))
+            else:
+                into[top + row : top + row + len(part)].copy_(part)
         top += source.shape[0]
+
+
+def _places(source: Source) -> Tensor:
+    """Return the target's row of each row of a source that comes in groups, int64."""
+    count = source.shape[0] // sum(rows for rows, _ in source.groups)
+    parts = [
+        first + torch.arange(count * rows).view(count, rows) for rows, first in source.groups
+    ]
+    return torch.cat(parts, 1).flatten()
 
 
 def _checked(stored: Tensor, name: str, dtype: torch.dtype) -> Tensor:
@@ -134,7 +150,7 @@ def split_sources(target: Target, tensor: Tensor) -> dict[str, Tensor]:
     top = 0
     for source in target.sources:
         rows = source.shape[source.permute[0]] if source.permute else source.shape[0]
-        part = tensor[top : top + rows]
+        part = tensor[_places(source)] if source.groups else tensor[top : top + rows]
         if source.permute:
             order = source.permute
             part = part.reshape([source.shape[axis] for axis in order])
