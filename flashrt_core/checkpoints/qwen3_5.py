@@ -1,7 +1,11 @@
-"""Key map of Qwen3.5 and Qwen3.6: text checkpoints, and the text part of multimodal ones."""
+"""Key map of Qwen3.5 and Qwen3.6: text checkpoints, and the text part of multimodal ones.
+
+Qwen3-Next without experts is the same model; it packs the projections of the delta rule.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Iterator
 import re
 from typing import TYPE_CHECKING
@@ -36,12 +40,20 @@ def qwen3_5_ignored(c: Qwen35Config, key: str) -> bool:
     )
 
 
-def qwen3_5_targets(c: Qwen35Config) -> list[Target]:
-    """Return the sources of every tensor of ``planners.qwen3_5.weights.tensor_specs``."""
+def qwen3_5_packed(names: Iterable[str]) -> bool:
+    """Whether stored names are those of Qwen3-Next."""
+    return any(name.endswith('.linear_attn.in_proj_qkvz.weight') for name in names)
+
+
+def qwen3_5_targets(c: Qwen35Config, packed: bool = False) -> list[Target]:
+    """Return the sources of every tensor of ``planners.qwen3_5.weights.tensor_specs``.
+
+    :param packed: the checkpoint is of Qwen3-Next, see ``qwen3_5_packed``.
+    """
     W = c.width
     targets = [_one('embed', 'model.embed_tokens.weight', c.vocab, W)]
     for i in range(c.layers):
-        targets += _layer(c, f'layers.{i}', f'model.layers.{i}', c.is_full(i))
+        targets += _layer(c, f'layers.{i}', f'model.layers.{i}', c.is_full(i), packed)
     targets.append(_one('norm', 'model.norm.weight', W))
     if not c.tied:
         targets.append(_one('head', 'lm_head.weight', c.vocab, W))
@@ -60,7 +72,9 @@ def _one(name: str, key: str, *shape: int) -> Target:
     return Target(name, (Source(key, shape),))
 
 
-def _layer(c: Qwen35Config, ours: str, theirs: str, full: bool) -> Iterator[Target]:
+def _layer(
+    c: Qwen35Config, ours: str, theirs: str, full: bool, packed: bool = False
+) -> Iterator[Target]:
     W, V = c.width, c.value_heads * c.value_dim
 
     def stack(name: str, *sources: tuple[str, int]) -> Target:
@@ -82,13 +96,16 @@ def _layer(c: Qwen35Config, ours: str, theirs: str, full: bool) -> Iterator[Targ
         yield _one(f'{ours}.out', f'{at}.o_proj.weight', W, c.q_dim)
     else:
         at = f'{theirs}.linear_attn'
-        yield stack(
-            'mix',
-            ('linear_attn.in_proj_qkv', c.channels),
-            ('linear_attn.in_proj_z', V),
-            ('linear_attn.in_proj_a', c.value_heads),
-            ('linear_attn.in_proj_b', c.value_heads),
-        )
+        if packed:
+            yield Target(f'{ours}.mix', _packed_mix(c, at))
+        else:
+            yield stack(
+                'mix',
+                ('linear_attn.in_proj_qkv', c.channels),
+                ('linear_attn.in_proj_z', V),
+                ('linear_attn.in_proj_a', c.value_heads),
+                ('linear_attn.in_proj_b', c.value_heads),
+            )
         conv = Source(f'{at}.conv1d.weight', (c.channels, 1, TAPS), permute=(0, 1, 2))
         yield Target(f'{ours}.conv', (conv,))
         yield _one(f'{ours}.a_log', f'{at}.A_log', c.value_heads)
@@ -98,3 +115,23 @@ def _layer(c: Qwen35Config, ours: str, theirs: str, full: bool) -> Iterator[Targ
     yield _one(f'{ours}.norm2', f'{theirs}.post_attention_layernorm.weight', W)
     yield stack('gate_up', ('mlp.gate_proj', c.mlp), ('mlp.up_proj', c.mlp))
     yield _one(f'{ours}.down', f'{theirs}.mlp.down_proj.weight', W, c.mlp)
+
+
+def _packed_mix(c: Qwen35Config, at: str) -> tuple[Source, ...]:
+    """Return Qwen3-Next's two projections: per key head q, k, its v and z; then its b and a."""
+    keys, V = c.key_heads * c.key_dim, c.value_heads * c.value_dim
+    per_head = c.value_heads // c.key_heads
+    values = per_head * c.value_dim
+    a = c.channels + V
+    return (
+        Source(
+            f'{at}.in_proj_qkvz.weight',
+            (c.channels + V, c.width),
+            groups=((c.key_dim, 0), (c.key_dim, keys), (values, 2 * keys), (values, c.channels)),
+        ),
+        Source(
+            f'{at}.in_proj_ba.weight',
+            (2 * c.value_heads, c.width),
+            groups=((per_head, a + c.value_heads), (per_head, a)),
+        ),
+    )

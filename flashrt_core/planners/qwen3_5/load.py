@@ -13,6 +13,7 @@ from flashrt_core.checkpoints import read_into
 from flashrt_core.checkpoints import SafetensorsReader
 from flashrt_core.checkpoints.qwen3_5 import qwen3_5_canonical
 from flashrt_core.checkpoints.qwen3_5 import qwen3_5_ignored
+from flashrt_core.checkpoints.qwen3_5 import qwen3_5_packed
 from flashrt_core.checkpoints.qwen3_5 import qwen3_5_targets
 from flashrt_core.planners.qwen3_5.config import Qwen35Config
 from flashrt_core.planners.qwen3_5.weights import random_tensor
@@ -38,7 +39,8 @@ def load_constants(c: Qwen35Config, buffers: BufferSet, tell: Callable[[float], 
         return
     shared = buffers.backend.memory().integrated
     with SafetensorsReader(c.weights, drop_cache=shared) as reader:
-        targets = {target.name: target for target in qwen3_5_targets(c)}
+        packed = qwen3_5_packed(reader.shapes)
+        targets = {target.name: target for target in qwen3_5_targets(c, packed)}
         names = check_keys(
             targets.values(), reader.shapes, qwen3_5_canonical, partial(qwen3_5_ignored, c),
             str(reader.path),
