@@ -97,7 +97,6 @@ def chunk_solve(mixed, a, b, a_log, dt_bias, w_out, u_out, p_out, sum_out, lengt
     k_at = HK * DK + head // (HV // HK) * DK
     key = tl.load(row + k_at + dk[None, :], mask=inside[:, None], other=0.0)
     query = tl.load(row + k_at - HK * DK + dk[None, :], mask=inside[:, None], other=0.0)
-    value = tl.load(row + 2 * HK * DK + head * DV + dv[None, :], mask=inside[:, None], other=0.0)
     gates = t.to(tl.int64) * token_row + head
     gate = tl.load(a + gates, mask=inside, other=0.0).to(tl.float32)
     gate += tl.load(dt_bias + head).to(tl.float32)
@@ -111,26 +110,27 @@ def chunk_solve(mixed, a, b, a_log, dt_bias, w_out, u_out, p_out, sum_out, lengt
     fade = total[:, None] - total[None, :]
     fade = tl.exp(tl.where(i[:, None] >= i[None, :], fade, float('-inf')))
     keys = tl.trans(key)
+    at = t[:, None].to(tl.int64) * HV + head
+    p = tl.dot(query, keys) * fade
+    tl.store(p_out + at * L + i[None, :], p.to(p_out.dtype.element_ty))
     system = tl.where(below, tl.dot(key, keys) * fade * beta[:, None], 0.0)
     # Blocks of 4, 16, 64: with D the inverse of the diagonal blocks of a size and N = D times the
     # blocks below them in the next size, N^4 = 0, so (I + N)^-1 D = (I - N) (I + N^2) D exactly.
     inverse = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
-    for size in tl.static_range(3):
-        lower = i[:, None] // (4 ** size) != i[None, :] // (4 ** size)
-        lower = lower & (i[:, None] // (4 * 4 ** size) == i[None, :] // (4 * 4 ** size))
+    for bits in range(0, 6, 2):
+        lower = (i[:, None] >> bits) != (i[None, :] >> bits)
+        lower = lower & ((i[:, None] >> (bits + 2)) == (i[None, :] >> (bits + 2)))
         step = tl.dot(inverse, tl.where(lower, system, 0.0))
         square = tl.dot(step, step)
         inverse += tl.dot(square, inverse)
         inverse -= tl.dot(step, inverse)
     solved = inverse.to(key.dtype)
-    at = (t[:, None].to(tl.int64) * HV + head)
+    value = tl.load(row + 2 * HK * DK + head * DV + dv[None, :], mask=inside[:, None], other=0.0)
     u = tl.dot(solved, (value.to(tl.float32) * beta[:, None]).to(key.dtype))
     tl.store(u_out + at * DV + dv[None, :], u.to(u_out.dtype.element_ty))
     strength = beta * tl.exp(total)
     w = tl.dot(solved, (key.to(tl.float32) * strength[:, None]).to(key.dtype))
     tl.store(w_out + at * DK + dk[None, :], w.to(w_out.dtype.element_ty))
-    p = tl.dot(query, keys) * fade
-    tl.store(p_out + at * L + i[None, :], p.to(p_out.dtype.element_ty))
     tl.store(sum_out + t * HV + head, total)
 
 
