@@ -178,12 +178,15 @@ class Runner:
         jobs: Sequence[Job],
         finish: Callable[[Operation[Any]], Any],
         failed: Callable[[BaseException], None] = lambda error: None,
+        epoch: int | None = None,
     ) -> Operation[Any]:
         """Queue the plans; the operation is over when the last of them has ended.
 
         Called within ``starting``. ``finish`` gives its result, ``failed`` is told its error.
+        ``epoch``: the one to go on from, None for that of now.
         """
-        operation: Operation[Any] = Operation(self.lane, name, len(jobs), self.mirror.epoch)
+        epoch = self.mirror.epoch if epoch is None else epoch
+        operation: Operation[Any] = Operation(self.lane, name, len(jobs), epoch)
         self._operation = operation
         ended = partial(self._ended, operation, finish, failed)
         for i, job in enumerate(jobs):

@@ -137,6 +137,7 @@ class PlannerSession:
         limit: int | None = None,
         mask: Tensor | None = None,
         revocable: bool = False,
+        epoch: int | None = None,
     ) -> Operation[Step]:
         """Feed the pending token, if any, and sample what follows: the tokens of one step.
 
@@ -148,6 +149,8 @@ class PlannerSession:
         :param limit: tokens that the step may give out at most.
         :param mask: int32 ``[words]`` on the CPU, see ``sampling.mask_words``; without drafts.
         :param revocable: keeps what ``keep`` needs to take some of the tokens back.
+        :param epoch: of the operation that this one goes on from; its future raises TickDropped
+            if a restore, rollback or reset came between.
         :raises PromptEmpty: nothing in the state. :raises PromptTooLong: the context is full.
         :raises ConfigError: more drafts than captured, or drafts without an MTP head.
         Otherwise as ``append``; its future raises ContractError if no token can be chosen.
@@ -165,7 +168,7 @@ class PlannerSession:
                 kind = ('step' if fed else 'sample', greedy)
             fill = partial(self.fill_sampler, options, K + 1, mask, ids[:K], revocable)
             job = Job(self._plans[kind], fill, partial(self._land_step, fed, K))
-            operation = self.runner.launch('decode', [job], _step)
+            operation = self.runner.launch('decode', [job], _step, epoch=epoch)
             self._redo = job if revocable else None
             return operation
 

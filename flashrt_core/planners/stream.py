@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from flashrt_core.errors import PromptTooLong
+from flashrt_core.errors import TickDropped
 from flashrt_core.planners.options import Options
 from flashrt_core.planners.protocol import Step
 from flashrt_core.planners.protocol import Token
@@ -62,6 +63,8 @@ class Stream(Iterator[Token]):
         self._matcher = matcher
         self._text = None if tokenizer is None else TextStream(tokenizer, options.stop, before)
         self._given = 0
+        self._epoch: int | None = None
+        self._position = 0
         self._ready: deque[Token] = deque()
         self._cancelled = False
 
@@ -104,15 +107,25 @@ class Stream(Iterator[Token]):
                     self._session.keep(i + 1).result()
                 self._end(reason)
                 return
+        self._position = step.position
 
     def _step(self) -> Step:
+        session = self._session
+        if self._epoch is not None and session.position != self._position:
+            raise TickDropped(
+                f'the state moved from {self._position} to {session.position} tokens under a '
+                'stream; begin another one there'
+            )
         mask = None if self._matcher is None else self._matcher.mask()
-        return self._session.decode(
+        decoding = session.decode(
             self._options,
             limit=self._options.max_tokens - self._given,
             mask=mask,
             revocable=bool(self._options.stop) and self._options.draft_tokens > 0,
-        ).result()
+            epoch=self._epoch,
+        )
+        self._epoch = decoding.epoch
+        return decoding.result()
 
     def _reason_after(self, token: int) -> str:
         """Return why the stream ends with this token, '' if it does not."""
