@@ -18,6 +18,7 @@ from flashrt_core.errors import ConfigError
 # What each way needs of the statistics, per part ('state', 'action').
 NEEDS = {'mean_std': ('mean', 'std'), 'quantiles': ('q01', 'q99'), 'identity': ()}
 STATE_BINS = 256
+EDGES = np.linspace(-1.0, 1.0, STATE_BINS + 1)[:-1]
 
 
 @dataclass(frozen=True)
@@ -118,5 +119,5 @@ def state_bins(normalised: NDArray[np.float64]) -> list[int]:
 
     Source: openpi ``PaligemmaTokenizer``; a model has seen what lies outside as these numbers.
     """
-    edges = np.linspace(-1.0, 1.0, STATE_BINS + 1)[:-1]
-    return [int(i) for i in np.digitize(normalised, edges) - 1]
+    bins: list[int] = (np.digitize(normalised, EDGES) - 1).tolist()
+    return bins
