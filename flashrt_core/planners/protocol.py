@@ -22,6 +22,8 @@ from flashrt_core.planners.options import Options
 from flashrt_core.policies.protocol import PortSpec
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from flashrt_core.capsule import Boundary
     from flashrt_core.runtime import Backend
     from flashrt_core.runtime import BufferSet
@@ -102,7 +104,7 @@ class Step:
     """The tokens of one decode step, all given out; the last one is pending.
 
     ``position``: tokens in the state afterwards. ``drafted`` and ``accepted``: of speculation.
-    ``us``: device microseconds of its segments.
+    ``us``: device microseconds of its segments. ``epoch``: restores and resets so far.
     """
 
     tokens: tuple[int, ...]
@@ -110,6 +112,7 @@ class Step:
     drafted: int = 0
     accepted: int = 0
     us: float = 0.0
+    epoch: int = 0
 
 
 @dataclass(frozen=True)
@@ -162,11 +165,20 @@ class Session(Protocol):
         """Take more tokens in, after the pending one if there is one."""
         ...
 
-    def decode(self, options: Options | None = None) -> Future[Step]:
+    def decode(
+        self, options: Options | None = None, *, limit: int | None = None,
+        mask: Tensor | None = None, revocable: bool = False, epoch: int | None = None,
+    ) -> Future[Step]:
         """Sample the next token, or several with speculation."""
         ...
 
-    def stream(self, options: Options | None = None) -> Iterator[Token]:
+    def keep(self, count: int) -> Future[Step]:
+        """Take back all but the first tokens of the last step, which was revocable."""
+        ...
+
+    def stream(
+        self, options: Options | None = None, *, tokenizer: Any = None, matcher: Any = None
+    ) -> Iterator[Token]:
         """Decode token by token until something ends it."""
         ...
 

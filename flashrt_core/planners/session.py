@@ -430,4 +430,4 @@ def _appended(chunks: tuple[Chunk, ...], operation: Operation[Appended]) -> Appe
 def _step(operation: Operation[Step]) -> Step:
     result = operation.results[-1]
     value: Step = result.value
-    return replace(value, us=sum(result.segments_us.values()))
+    return replace(value, us=sum(result.segments_us.values()), epoch=operation.epoch)

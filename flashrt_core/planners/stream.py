@@ -117,15 +117,15 @@ class Stream(Iterator[Token]):
                 'stream; begin another one there'
             )
         mask = None if self._matcher is None else self._matcher.mask()
-        decoding = session.decode(
+        step = session.decode(
             self._options,
             limit=self._options.max_tokens - self._given,
             mask=mask,
             revocable=bool(self._options.stop) and self._options.draft_tokens > 0,
             epoch=self._epoch,
-        )
-        self._epoch = decoding.epoch
-        return decoding.result()
+        ).result()
+        self._epoch = step.epoch
+        return step
 
     def _reason_after(self, token: int) -> str:
         """Return why the stream ends with this token, '' if it does not."""
