@@ -1,0 +1,37 @@
+"""The kernel bench: it refuses a machine without a GPU, and on one it has a row for each case."""
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from flashrt_core.bench import kernels
+from flashrt_core.bench.__main__ import main
+
+
+def test_a_machine_without_a_gpu_is_refused_in_one_line(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+    assert main(['kernels', '--out', str(tmp_path)]) == 1
+    assert 'no CUDA device' in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize('nbytes, sets', [(1, 64), (8 << 20, 32), (100 << 20, 3), (1 << 40, 1)])
+def test_inputs_rotate_until_they_exceed_the_cache(nbytes: int, sets: int) -> None:
+    assert kernels.rotated(nbytes) == sets
+
+
+@pytest.mark.gpu
+def test_every_kernel_has_a_row_beside_its_floor(tmp_path: Path) -> None:
+    assert main(['kernels', '--config', '0.8b', '--rows', '1', '5', '--lengths', '512',
+                 '--tokens', '128', '--repeats', '3', '--out', str(tmp_path)]) == 0
+    (path,) = tmp_path.iterdir()
+    rows = json.loads(path.read_text())['rows']
+    for name in ('mix', 'qkv', 'head', 'out', 'down', 'gate_up', 'delta step', 'decode attention',
+                 'delta chunk', 'prefill attention', 'layers at', 'layers, chunk'):
+        found = [row for row in rows if name in row['what']]
+        assert found and all(row['p50_us'] > 0 and row['floor_us'] > 0 for row in found), name
