@@ -136,10 +136,15 @@ def drawn(
     noise = gumbel_torch(seed, branch, position, logits.shape[-1])
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     ordered = (ordered - ordered[:, :1]) / temperature.clamp(min=1e-6)
-    weights = (ordered.exp() * WEIGHT_SCALE).to(torch.int64)
+    weights = (_exp(ordered) * WEIGHT_SCALE).to(torch.int64)
     score = ordered + noise.gather(-1, order)
     score = score.masked_fill(~kept(weights, top_k, top_p), float('-inf'))
     return order.gather(-1, score.argmax(-1, keepdim=True))[:, 0].int()
+
+
+def _exp(x: Tensor) -> Tensor:
+    """Return exp(x), each row as if alone: a CPU gives a tensor's last elements other bits."""
+    return x.exp() if x.is_cuda else torch.stack([row.exp() for row in x])
 
 
 def sample(

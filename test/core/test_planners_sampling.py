@@ -177,6 +177,13 @@ def test_each_row_is_sampled_as_if_alone():
     assert together[0] != together[1]
 
 
+def test_the_weights_of_a_row_have_the_bits_of_that_row_alone():
+    # 37 is no multiple of a vector: the last elements of the whole are computed apart.
+    x = -torch.rand(5, 37, generator=torch.Generator().manual_seed(0)) * 9
+    for row in range(5):
+        assert torch.equal(sampling._exp(x)[row], sampling._exp(x[row : row + 1])[0])
+
+
 def test_neutral_penalties_leave_the_bits_of_the_logits():
     logits = torch.randn(3, VOCAB, generator=torch.manual_seed(0))
     counts = torch.full((VOCAB,), 7, dtype=torch.int32)

@@ -6,7 +6,6 @@ Formulas: RMSNorm, rotary embedding over half-split heads, grouped-query attenti
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Mapping
 
 import torch
@@ -17,6 +16,7 @@ from flashrt_core.nn import rope_tables
 from flashrt_core.nn import rotate
 from flashrt_core.nn.attention import attend_causal
 from flashrt_core.nn.attention import store_rows
+from flashrt_core.nn.rows import row_by_row
 from flashrt_core.nn.rows import rows_linear
 from flashrt_core.planners.llama.config import LlamaConfig
 from flashrt_core.planners.llama.weights import ROPE
@@ -70,7 +70,8 @@ def chunk(
         store_rows(kv, torch.stack([k, v], 1), position, length)
         y = attend_causal(q, kv, position, length).flatten(1)
         x = x + F.linear(y, b[f'{at}.out'])
-        x = x + _mlp(c, b, at, x, F.linear)
+        y = F.linear(rms(x, b[f'{at}.norm2'], c.eps), b[f'{at}.gate_up'])
+        x = x + F.linear(_swiglu(y), b[f'{at}.down'])
     return rms(x, b['norm'], c.eps)
 
 
@@ -79,15 +80,17 @@ def rows(c: LlamaConfig, b: Tensors, tokens: Tensor, positions: Tensor, memory: 
 
     The bits of a row depend on that row and its memory alone.
     """
-    cos, sin = rope_tables(positions, b[ROPE])
+    tables = row_by_row(lambda at: torch.stack(rope_tables(at, b[ROPE]), 1), positions)
+    cos, sin = tables.unbind(1)
     x = _embed(c, b, tokens)
     for i in range(c.layers):
         at = f'layers.{i}'
-        y = rows_linear(rms(x, b[f'{at}.norm1'], c.eps), b[f'{at}.qkv'])
+        y = rows_linear(_rows_rms(x, b[f'{at}.norm1'], c.eps), b[f'{at}.qkv'])
         y = memory.attend(i, *_heads(c, y, cos, sin)).flatten(1)
         x = x + rows_linear(y, b[f'{at}.out'])
-        x = x + _mlp(c, b, at, x, rows_linear)
-    return rms(x, b['norm'], c.eps)
+        y = rows_linear(_rows_rms(x, b[f'{at}.norm2'], c.eps), b[f'{at}.gate_up'])
+        x = x + rows_linear(row_by_row(_swiglu, y), b[f'{at}.down'])
+    return _rows_rms(x, b['norm'], c.eps)
 
 
 def head(c: LlamaConfig, b: Tensors, hidden: Tensor) -> Tensor:
@@ -116,9 +119,10 @@ def _heads(
     return q, k, v
 
 
-def _mlp(
-    c: LlamaConfig, b: Tensors, at: str, x: Tensor, product: Callable[[Tensor, Tensor], Tensor]
-) -> Tensor:
-    y = product(rms(x, b[f'{at}.norm2'], c.eps), b[f'{at}.gate_up'])
+def _swiglu(y: Tensor) -> Tensor:
     gate, up = y.chunk(2, dim=1)
-    return product(F.silu(gate) * up, b[f'{at}.down'])
+    return F.silu(gate) * up
+
+
+def _rows_rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return row_by_row(lambda part: rms(part, weight, eps), x)
