@@ -91,3 +91,23 @@ def reference(c: Qwen35Config, w: Mapping[str, Tensor]) -> Any:
     assert not unexpected and set(missing) <= {'lm_head.weight'}
     theirs.tie_weights()
     return theirs
+
+
+def mtp_reference(c: Qwen35Config, w: Mapping[str, Tensor]) -> tuple[Any, Any]:
+    """transformers' model and its generic MTP model with the same weights."""
+    from transformers import Qwen3_5ForCausalLM
+    from transformers.modeling_layers import MtpModel
+    full = transformers_config(c, num_mtp_layers=1, mtp_layer_types=['full_attention'])
+    theirs = Qwen3_5ForCausalLM(full).eval()
+    given = stored(c, w)
+    theirs.load_state_dict({k: v for k, v in given.items() if not k.startswith('mtp.')})
+    mtp = MtpModel(theirs, 1).eval()
+    names = {'fc': 'eh_proj', 'pre_fc_norm_embedding': 'enorm', 'pre_fc_norm_hidden': 'hnorm',
+             'norm': 'post_norm', 'layers.0': 'mtp_block'}
+    found = {}
+    for key, tensor in given.items():
+        for ours, other in names.items():
+            if key.startswith(f'mtp.{ours}.'):
+                found[key.replace(f'mtp.{ours}.', f'{other}.')] = tensor
+    mtp.layers[0].load_state_dict(found)
+    return theirs, mtp

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 
 from _qwen35 import config
 from _qwen35 import fresh
+from _qwen35 import mtp_reference
 from _qwen35 import reference
 from _qwen35 import SHAPES
 from _qwen35 import take
-from _qwen35 import transformers_config
 from _qwen35 import weights
 import pytest
 import torch
@@ -93,47 +93,34 @@ def test_padding_and_dead_keys_change_no_bit(length: int) -> None:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
 
-def test_the_mtp_head_is_transformers_mtp_layer() -> None:
-    from transformers.modeling_layers import MtpLayer
-    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer
-    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
-    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedding
-
-    c, T = config(), 21
+@pytest.mark.parametrize('name', [name for name in SHAPES if config(name).mtp])
+def test_the_mtp_head_is_that_of_transformers_for_every_pair_and_chain_of_drafts(
+        name: str) -> None:
+    c, T, K = config(name), 21, 4
     w = weights(c)
-    full = transformers_config(c)
-    full.layer_types = ['full_attention'] * c.layers
-    full._attn_implementation = 'sdpa'
-    layer = MtpLayer(full, Qwen3_5DecoderLayer, Qwen3_5RMSNorm, 0).eval()
-    at = 'mtp.layer'
-    q, k, v = w[f'{at}.qkv'].split([2 * c.q_dim, c.kv_dim, c.kv_dim])
-    gate, up = w[f'{at}.gate_up'].chunk(2)
-    block = {
-        'input_layernorm.weight': w[f'{at}.norm1'], 'self_attn.q_proj.weight': q,
-        'self_attn.k_proj.weight': k, 'self_attn.v_proj.weight': v,
-        'self_attn.q_norm.weight': w[f'{at}.q_norm'], 'self_attn.k_norm.weight': w[f'{at}.k_norm'],
-        'self_attn.o_proj.weight': w[f'{at}.out'], 'post_attention_layernorm.weight':
-        w[f'{at}.norm2'], 'mlp.gate_proj.weight': gate, 'mlp.up_proj.weight': up,
-        'mlp.down_proj.weight': w[f'{at}.down']}
-    layer.load_state_dict({
-        'enorm.weight': w['mtp.norm_embed'], 'hnorm.weight': w['mtp.norm_hidden'],
-        'eh_proj.weight': w['mtp.fc'], 'post_norm.weight': w['mtp.norm'],
-        **{f'mtp_block.{name}': tensor for name, tensor in block.items()}})
+    theirs, mtp = mtp_reference(c, w)
+    ids = torch.tensor([prompt(c.vocab, T + 1)])
+    hidden = theirs.model(ids[:, :T]).last_hidden_state
+    given, after = hidden, ids[:, 1:]  # pairs of the hidden state at p and the token at p + 1
+    drafted = []
+    for k in range(K):
+        at = torch.arange(1, T + 1 + k)  # theirs counts from the token, ours from the hidden state
+        states = mtp.forward_layer(0, given, at[None], None, input_ids=after)
+        drafted.append(theirs.lm_head(states[0, -1]))
+        given = torch.cat([given, states[:, -1:]], 1)
+        after = torch.cat([after, drafted[-1].argmax()[None, None]], 1)
+    first = mtp.forward_layer(0, hidden, torch.arange(1, T + 1)[None], None, input_ids=ids[:, 1:])
 
-    tokens = torch.tensor(prompt(c.vocab, T), dtype=torch.int32)
-    hidden = torch.randn(T, c.width, generator=torch.Generator().manual_seed(1))
-    positions = torch.arange(T)
-    embedded = w['embed'][tokens.long()]
-    rope = Qwen3_5TextRotaryEmbedding(full)(embedded[None], positions.expand(3, 1, T))
-    expected = layer(embedded[None], hidden[None], rope, None, positions[None], None)[0]
-
-    b = {**w, **fresh(c, float('nan'))}
+    tokens, b = ids[0, 1:].int(), {**w, **fresh(c, float('nan'))}
     for t in range(T):
-        logits, found = model.mtp_draft(c, b, tokens[t], hidden[t], torch.tensor(t))
-        torch.testing.assert_close(found, expected[t], rtol=0, atol=CLOSE)
-        torch.testing.assert_close(logits, expected[t] @ w['head'].t(), rtol=0, atol=CLOSE)
+        logits, found = model.mtp_draft(c, b, tokens[t], hidden[0, t], torch.tensor(t))
+        torch.testing.assert_close(found, first[0, t], rtol=0, atol=CLOSE)
+    for k in range(K):
+        torch.testing.assert_close(logits, drafted[k], rtol=0, atol=CLOSE)
+        logits, found = model.mtp_draft(c, b, logits.argmax().int(), found, torch.tensor(T + k))
+    assert len({int(logits.argmax()) for logits in drafted}) > 1
     # Notes are what the drafts stored, without any attention.
     noted = {**w, **fresh(c, float('nan'))}
-    model.mtp_note(c, noted, tokens, hidden, positions, torch.tensor(T - 2))
-    torch.testing.assert_close(noted['mtp.kv'][:T - 2], b['mtp.kv'][:T - 2], rtol=0, atol=1e-6)
+    model.mtp_note(c, noted, tokens, hidden[0], torch.arange(T), torch.tensor(T - 2))
+    assert torch.equal(noted['mtp.kv'][:T - 2], b['mtp.kv'][:T - 2])
     assert bool(noted['mtp.kv'][T - 2:].isnan().all())
