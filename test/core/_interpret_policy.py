@@ -67,6 +67,13 @@ def check_forward() -> None:
     alone = fast.denoise(noise[1:], state, kv, mask, w, c)
     assert torch.equal(alone, fast.denoise(noise, state, kv, mask, w, c)[1:])
 
+    def guide(at: int, x: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return v + (0.5 + at) * (x - 0.3)
+
+    guided = model.denoise(noise, state, kv, mask, w, c, guide)
+    assert not close(guided, expected, 0.1), 'the comparison would say nothing'
+    assert close(fast.denoise(noise, state, kv, mask, w, c, guide), guided, EXACT)
+
 
 if __name__ == '__main__':
     fast.SPLITS = fast.TIME_SPLITS = 1

@@ -22,6 +22,7 @@ from flashrt_core.nn import gemma_layer
 from flashrt_core.nn import rope_tables
 from flashrt_core.nn import siglip_layer
 from flashrt_core.policies.pi0.config import Pi0Config
+from flashrt_core.policies.pi0.model import Guide
 
 SPLITS = 8       # of the sums over K in an expert layer: 128 programs at width 1024
 TIME_SPLITS = 4  # of the sum over K after the time MLP
@@ -106,12 +107,19 @@ def encode_prefix(
 
 
 def denoise(
-    noise: Tensor, state: Tensor, kv: Tensor, mask: Tensor, w: Mapping[str, Tensor], c: Pi0Config
+    noise: Tensor,
+    state: Tensor,
+    kv: Tensor,
+    mask: Tensor,
+    w: Mapping[str, Tensor],
+    c: Pi0Config,
+    guide: Guide | None = None,
 ) -> Tensor:
     """As ``model.denoise``.
 
     The action embedding and the first half of the time MLP are one linear map of the actions, and
     what they add depends on the step alone; both are made once, before the first step.
+    A guide takes the fused kernel between two flow steps apart: update, guide, next embedding.
     """
     R, H, A = noise.shape
     S, d, dtype = H + 1, c.expert, c.torch_dtype
@@ -143,8 +151,18 @@ def denoise(
         expert.step(x, partial, w['expert.norm'], w['action_out.weight'], w['action_out.bias'],
                     actions, in_w, in_b[at], u, S, c.flow_steps, d.eps, read, write, pdl)
 
+    def guided_update(at: int) -> None:
+        before = actions.clone()
+        step(at, read=True, write=False)
+        v = ((before - actions) * c.flow_steps).view(R, H, A)
+        assert guide is not None
+        v = guide(at, before.view(R, H, A), v)
+        torch.sub(before, v.view(R * H, A), alpha=1 / c.flow_steps, out=actions)
+
     for at in range(c.flow_steps):
-        step(at, read=at > 0, write=True)
+        if guide is not None and at > 0:
+            guided_update(at - 1)
+        step(at, read=guide is None and at > 0, write=True)
         skinny.split_product(u, w['time_mlp_out.weight'], times, skinny.FLOAT_TILE, pdl)
         expert.tokens(times, w['time_mlp_out.bias'], token, layers[0].norm1, x, y, S, d.eps, pdl)
         for i, layer in enumerate(layers):
@@ -158,5 +176,8 @@ def denoise(
             skinny.split_product(hidden, layer.down, partial, skinny.SPLIT_TILE, pdl)
             if i + 1 < d.layers:
                 expert.fold(x, partial, layers[i + 1].norm1, y, d.eps, pdl)
-    step(0, read=True, write=False)
+    if guide is not None:
+        guided_update(c.flow_steps - 1)
+    else:
+        step(0, read=True, write=False)
     return actions.view(R, H, A)

@@ -6,6 +6,7 @@ layers. Source: Pi0 (arXiv 2410.24164) and openpi. ``w`` holds constants by name
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Mapping
 
 import torch
@@ -20,6 +21,9 @@ from flashrt_core.nn import rms_norm
 from flashrt_core.nn import rope_tables
 from flashrt_core.nn import siglip_tower
 from flashrt_core.policies.pi0.config import Pi0Config
+
+# (flow step, x [R, H, A], velocity [R, H, A]) -> the velocity to integrate in its place.
+Guide = Callable[[int, Tensor, Tensor], Tensor]
 
 
 def encode_views(images: Tensor, w: Mapping[str, Tensor], c: Pi0Config) -> Tensor:
@@ -56,12 +60,19 @@ def encode_prefix(
 
 
 def denoise(
-    noise: Tensor, state: Tensor, kv: Tensor, mask: Tensor, w: Mapping[str, Tensor], c: Pi0Config
+    noise: Tensor,
+    state: Tensor,
+    kv: Tensor,
+    mask: Tensor,
+    w: Mapping[str, Tensor],
+    c: Pi0Config,
+    guide: Guide | None = None,
 ) -> Tensor:
     """Integrate the flow from noise at t = 1 to normalised actions at t = 0 by Euler steps.
 
     noise float32 [R, H, action width], state float32 [state width] normalised, kv and mask of the
-    prefix, shared by all rows. Returns float32 [R, H, action width].
+    prefix, shared by all rows. ``guide`` corrects each step's velocity; step i is at time
+    t = 1 - i / flow_steps. Returns float32 [R, H, action width].
     """
     R, H, _ = noise.shape
     S = H + 1
@@ -74,6 +85,8 @@ def denoise(
     x = noise
     for step in range(c.flow_steps):
         v = velocity(x, w['table.time'][step], token, kv, mask, sees, cos, sin, w, c)
+        if guide is not None:
+            v = guide(step, x, v)
         x = x - v / c.flow_steps
     return x
 
