@@ -25,6 +25,8 @@ from flashrt_core.planners.qwen3_5.weights import count_parameters
 from flashrt_core.runtime import BufferSet
 from flashrt_core.runtime import cpu_backend
 
+ROOT = Path(__file__).parents[2]
+
 
 @pytest.mark.parametrize('name, billions', [('0.8b', 0.75), ('2b', 1.88), ('4b', 4.21),
                                             ('9b', 8.95), ('27b', 26.90)])
@@ -42,6 +44,15 @@ def test_a_file_overrides_sizes_and_settings_of_its_base(tmp_path: Path) -> None
     assert s == replace(NAMED['tiny'][1], draft_tokens=2)
     assert load_config('27b') == NAMED['27b'] and load_config((c, s)) == (c, s)
     assert load_config(c) == (c, Settings())
+
+
+@pytest.mark.parametrize('file, name', [('tiny', 'tiny'), ('0_8b', '0.8b'), ('9b', '9b'),
+                                        ('27b', '27b')])
+def test_a_file_that_is_shipped_is_the_size_of_its_name(file: str, name: str) -> None:
+    c, s = load_config(ROOT / f'config/qwen3_5_{file}.yaml')
+    assert c == NAMED[name][0]
+    assert (s.prefill_keys, s.draft_tokens, s.branches) == (
+        NAMED[name][1].prefill_keys, NAMED[name][1].draft_tokens, NAMED[name][1].branches)
 
 
 @pytest.mark.parametrize('record, message', [
