@@ -7,7 +7,6 @@ Source: Pi0.5 (arXiv 2504.16054) and openpi. ``w`` holds constants by name.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,10 +19,8 @@ from flashrt_core.nn import rope_tables
 from flashrt_core.policies.pi0.config import Pi0Config
 from flashrt_core.policies.pi0.model import encode_prefix
 from flashrt_core.policies.pi0.model import encode_views
+from flashrt_core.policies.pi0.model import Guide
 from flashrt_core.policies.pi0.modulation import MODULATION
-
-if TYPE_CHECKING:
-    from flashrt_core.policies.pi0.model import Guide
 
 __all__ = ['denoise', 'encode_prefix', 'encode_views', 'velocity']
 

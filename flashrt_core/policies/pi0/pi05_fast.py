@@ -8,7 +8,6 @@ begins and ends in one kernel.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,10 +23,8 @@ from flashrt_core.policies.pi0 import fast
 from flashrt_core.policies.pi0.config import Pi0Config
 from flashrt_core.policies.pi0.fast import encode_prefix
 from flashrt_core.policies.pi0.fast import encode_views
+from flashrt_core.policies.pi0.model import Guide
 from flashrt_core.policies.pi0.modulation import MODULATION
-
-if TYPE_CHECKING:
-    from flashrt_core.policies.pi0.model import Guide
 
 __all__ = ['denoise', 'encode_prefix', 'encode_views', 'selected']
 
