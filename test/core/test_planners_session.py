@@ -135,11 +135,11 @@ def test_equal_cuts_are_bit_equal_and_one_by_one_is_close(session):
 
 
 def test_the_length_of_a_padded_chunk_is_device_data_and_padding_changes_nothing(session):
-    session.prefill(PROMPT).result(20)
+    session.prefill(PROMPT[:2]).result(20)
     state = state_of(session)
     tokens = session.buffers['host.tokens'].tensor
     session.lane.call(lambda: tokens.fill_(SMALL.vocab + 7)).result(20)
-    session.prefill(PROMPT).result(20)
+    session.prefill(PROMPT[:2]).result(20)
     assert unequal(state_of(session), state) == []
 
 
