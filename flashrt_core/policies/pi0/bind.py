@@ -20,7 +20,7 @@ from flashrt_core.policies.pi0.config import Pi0Config
 from flashrt_core.policies.pi0.graphs import forward_of
 from flashrt_core.policies.pi0.graphs import make_graphs
 from flashrt_core.policies.pi0.layout import buffer_specs
-from flashrt_core.policies.pi0.layout import STATE
+from flashrt_core.policies.pi0.layout import state_names
 from flashrt_core.policies.pi0.load import check_checkpoint
 from flashrt_core.policies.pi0.load import Digests
 from flashrt_core.policies.pi0.load import load_constants
@@ -84,7 +84,7 @@ class Pi0Policy:
                 buffers,
                 lane.call(partial(make_identity, c, digests, prompts, backend)).result(),
                 position=lambda: int(buffers['tick'].tensor[0]),
-                order=STATE,
+                order=state_names(c),
                 session=self.name,
                 lane=lane,
             )

@@ -20,12 +20,14 @@ from flashrt_core.config_files import read_yaml
 from flashrt_core.errors import ConfigError
 from flashrt_core.nn import GemmaDims
 from flashrt_core.nn import SiglipDims
+from flashrt_core.policies import chunking
 from flashrt_core.policies.normalise import check_statistics
 from flashrt_core.policies.normalise import Statistics
 
 FAMILIES = ('pi0', 'pi05')
 RESERVED = {'state', 'prompt', 'subgoal', 'noise', 'action'}
 FLOW_STEPS_LIMIT = 1000
+FILES = ('weights', 'tokenizer', 'statistics_file')  # may lie beside a config's file
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16}
 
 
@@ -38,7 +40,11 @@ class Pi0Config:
     ``state_dim`` and ``action_dim`` are the robot's, the widths those of the model (zero-padded).
     ``relative``: action indexes that the model gives relative to the state of the same index.
     ``rows``: branches allocated. ``row_keys``: branch counts captured.
-    ``blend_steps``: length of the blend with the previous chunk (``graphs.splice``).
+    ``chunk_mode``: how a new chunk joins the one being played, see policies/chunking.py.
+    ``blend_steps``: length of the blend with the previous chunk, of the mode 'blend'.
+    ``ensemble_decay``: how much more an older chunk weighs, of the mode 'ensemble'.
+    ``rtc_steps``: first steps of a chunk that are guided, with weights by ``rtc_schedule`` and at
+    most ``rtc_max_guidance``, of the mode 'rtc'.
     ``weights``: a safetensors file or folder; empty = random from ``weight_seed``.
     ``statistics_file``: of openpi or LeRobot; empty = found beside the weights. Not looked for
     where ``statistics`` are given or the weights are random.
@@ -67,7 +73,12 @@ class Pi0Config:
     min_period: float = 4e-3
     max_period: float = 4.0
     time_dtype: str = 'float64'
+    chunk_mode: str = 'blend'
     blend_steps: int = 4
+    ensemble_decay: float = 0.01
+    rtc_steps: int = 10
+    rtc_schedule: str = 'linear'
+    rtc_max_guidance: float = 10.0
     relative: tuple[int, ...] = ()
     units: tuple[str, ...] = ()
     statistics: Statistics = field(default_factory=Statistics)
@@ -202,6 +213,27 @@ def check(c: Pi0Config) -> None:
             f'blend_steps is {c.blend_steps}; give 0 to horizon {c.horizon}',
         ),
         (
+            c.chunk_mode in chunking.MODES,
+            f'chunk_mode {c.chunk_mode!r} is unknown; choose from {list(chunking.MODES)}',
+        ),
+        (
+            c.chunk_mode != 'ensemble' or abs(c.ensemble_decay) * c.horizon <= 50,
+            f'ensemble_decay is {c.ensemble_decay}; give a number whose product with horizon '
+            f'{c.horizon} lies in [-50, 50]',
+        ),
+        (
+            c.rtc_steps >= 1,
+            f'rtc_steps is {c.rtc_steps}; give at least 1 (steps beyond the left-over count none)',
+        ),
+        (
+            c.rtc_schedule in chunking.SCHEDULES,
+            f'rtc_schedule {c.rtc_schedule!r} is unknown; choose from {list(chunking.SCHEDULES)}',
+        ),
+        (
+            0 < c.rtc_max_guidance < math.inf,
+            f'rtc_max_guidance is {c.rtc_max_guidance}; give a number above 0',
+        ),
+        (
             all(0 <= i < min(c.state_dim, c.action_dim) for i in c.relative),
             f'relative {c.relative} names an action without a state of the same index',
         ),
@@ -319,7 +351,7 @@ def load_config(source: str | Path | Mapping[str, Any] | Pi0Config) -> Pi0Config
     elif str(source) in NAMED:
         return NAMED[str(source)]
     else:
-        record = read_yaml(Path(source), 'policy config', NAMED)
+        record = read_yaml(Path(source), 'policy config', NAMED, FILES)
     base = record.pop('base', 'tiny')
     policy = record.pop('policy', None)
     if not isinstance(base, str) or base not in NAMED:

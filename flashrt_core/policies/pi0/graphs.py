@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from flashrt_core.policies import chunking
 from flashrt_core.policies.pi0 import fast
 from flashrt_core.policies.pi0 import layout
 from flashrt_core.policies.pi0 import model
 from flashrt_core.policies.pi0 import pi05
 from flashrt_core.policies.pi0 import pi05_fast
 from flashrt_core.policies.pi0.config import Pi0Config
+from flashrt_core.policies.pi0.model import Guide
 from flashrt_core.runtime import BufferSet
 from flashrt_core.runtime import Graph
 from flashrt_core.runtime import ShapeKey
@@ -39,7 +41,7 @@ PORTS = {
     ),
     'denoise': (
         'input.', 'next.', 'prefix_', 'table.', 'state_in', 'action_in', 'time_mlp', 'expert.',
-        'action_out', *layout.STATE, 'host.actions', 'host.report',
+        'action_out', *layout.STATE, *layout.MODE_STATE, 'host.actions', 'host.report',
     ),
 }  # fmt: skip
 
@@ -122,7 +124,7 @@ def language(c: Pi0Config, b: Ports) -> tuple[Tensor, Tensor]:
 
 
 def denoise_body(c: Pi0Config, forward: ModuleType, b: Ports, key: ShapeKey) -> None:
-    """Turn noise into actions, blend them with the previous chunk, commit the state, copy out."""
+    """Turn noise into actions, join them to the previous chunk, commit the state, copy out."""
     rows = int(key[1])  # type: ignore[call-overload]
     control = b['input.control']
     seed = torch.where(control[layout.SEED_FLAG] > 0, control[layout.SEED], b['seed'][:rows])
@@ -131,14 +133,16 @@ def denoise_body(c: Pi0Config, forward: ModuleType, b: Ports, key: ShapeKey) -> 
     noise = torch.where(control[layout.NOISE_FLAG] > 0, b['input.noise'][:rows], noise)
 
     joints = b['input.state']
+    own = F.pad(joints, (0, max(0, c.action_dim - c.state_dim)))[: c.action_dim]
     state = (joints - b['table.state_mean']) / b['table.state_std']
     state = F.pad(state, (0, c.state_width - c.state_dim))
-    actions = forward.denoise(noise, state, b['prefix_kv'], b['prefix_mask'], b, c)
-    actions = actions[..., : c.action_dim] * b['table.action_std'] + b['table.action_mean']
+    guide = rtc_guide(c, b, rows, own) if c.chunk_mode == 'rtc' else None
+    raw = forward.denoise(noise, state, b['prefix_kv'], b['prefix_mask'], b, c, guide)
+    actions = raw[..., : c.action_dim] * b['table.action_std'] + b['table.action_mean']
     if c.relative:
-        own = F.pad(joints, (0, max(0, c.action_dim - c.state_dim)))[: c.action_dim]
         actions = actions + own * b['table.relative']
-    chunk = splice(actions, b, rows, c)
+    written = {'raw_chunk': raw, 'anchor': own.expand(rows, -1)}
+    chunk = join(c, b, rows, actions, written)
 
     b['host.report'].copy_(
         torch.stack([b['tick'][0], b['next.subgoal_sequence']]), non_blocking=True
@@ -148,27 +152,59 @@ def denoise_body(c: Pi0Config, forward: ModuleType, b: Ports, key: ShapeKey) -> 
     b['tick'][:rows].add_(1)
     for name in layout.NEXT:
         b[name][:rows].copy_(b[f'next.{name}'].expand_as(b[name][:rows]))
-    b['previous_chunk'][:rows].copy_(chunk)
-    b['queue_index'][:rows].copy_(control[layout.DELAY_STEPS].expand(rows))
+    written['previous_chunk'] = chunk
+    written['queue_index'] = control[layout.DELAY_STEPS].expand(rows)
+    for name, value in written.items():
+        if name in b:
+            b[name][:rows].copy_(value)
 
 
-def splice(new: Tensor, b: Ports, rows: int, c: Pi0Config) -> Tensor:
-    """Blend new [R, H, A] with what is left of the previous chunk, both in physical units.
+def overlap(c: Pi0Config, b: Ports, rows: int) -> chunking.Overlap:
+    """Return where the new chunk's steps lie in the previous one; nowhere in a first tick."""
+    start = b['queue_index'][:rows] + b['input.control'][layout.STEPS_EXECUTED]
+    return chunking.overlap(start, b['tick'][:rows] > 0, c.horizon)
 
-    w = 1 below ``delay_steps``, then falls linearly over ``blend_steps`` steps; 0 before the first
-    tick, beyond the previous chunk's end and where it is not finite.
+
+def join(c: Pi0Config, b: Ports, rows: int, new: Tensor, written: dict[str, Tensor]) -> Tensor:
+    """Join new [R, H, A] to the previous chunk by the mode of ``c``; state goes to ``written``.
+
+    'rtc' repeats the steps that pass before the chunk comes into play as they are being played.
     """
-    H = c.horizon
-    control = b['input.control']
-    at = torch.arange(H, device=new.device)
-    w = 1.0 - (at - control[layout.DELAY_STEPS] + 1) / (c.blend_steps + 1)  # [H]
-    w = w.clamp(0.0, 1.0)[None, :, None].expand_as(new)
-    start = b['queue_index'][:rows] + control[layout.STEPS_EXECUTED]
-    index = start[:, None] + at  # [R, H]
-    held = (index >= 0) & (index < H) & (b['tick'][:rows, None] > 0)
-    index = index.clamp(0, H - 1)[..., None].expand_as(new)
-    old = b['previous_chunk'][:rows].gather(1, index)
-    return torch.where(held[..., None] & (w > 0) & old.isfinite(), w * old + (1.0 - w) * new, new)
+    if c.chunk_mode == 'sync':
+        return new
+    where = overlap(c, b, rows)
+    if c.chunk_mode == 'ensemble':
+        mean, counts = b['previous_chunk'][:rows], b['chunk_counts'][:rows]
+        out, written['chunk_counts'] = chunking.ensemble(
+            new, mean, counts, where, c.ensemble_decay
+        )
+        return out
+    steps = c.blend_steps if c.chunk_mode == 'blend' else 0
+    delay = b['input.control'][layout.DELAY_STEPS]
+    return chunking.blend(new, b['previous_chunk'][:rows], where, delay, steps)
+
+
+def rtc_guide(c: Pi0Config, b: Ports, rows: int, joints: Tensor) -> Guide:
+    """Return the guide of a tick: every step of the flow is led towards the left-over."""
+    where = overlap(c, b, rows)
+    previous = b['raw_chunk'][:rows]
+    if c.relative:
+        previous = chunking.reanchored(
+            previous, b['anchor'][:rows], joints, b['table.relative'], b['table.action_std']
+        )
+    left_over = where.take(previous)
+    start = b['queue_index'][:rows] + b['input.control'][layout.STEPS_EXECUTED]
+    end = (c.horizon - start).clamp(0, c.rtc_steps)
+    delay = b['input.control'][layout.DELAY_STEPS].expand(rows)
+    prefix = chunking.prefix_weights(c.rtc_schedule, delay, end, c.horizon)
+    usable = where.held & left_over.isfinite().all(-1)
+    prefix = torch.where(usable, prefix, torch.zeros_like(prefix))[..., None]  # [R, H, 1]
+
+    def guide(step: int, x: Tensor, v: Tensor) -> Tensor:
+        weight = chunking.guidance_weight(step, c.flow_steps, c.rtc_max_guidance)
+        return chunking.guided(v, x, 1.0 - step / c.flow_steps, weight, prefix, left_over)
+
+    return guide
 
 
 def _latch(b: Ports, flag: Tensor, name: str, given: Tensor) -> None:

@@ -30,10 +30,11 @@ VIEW_MASK = 5
 PROMPT_HEAD, SUBGOAL_HEAD, STATE_TEXT_HEAD = 2, 3, 1
 
 INPUTS = ('images', 'control', 'prompt', 'subgoal', 'state', 'noise')
-STATE = (
+STATE = (  # of the chunk mode 'blend'; see state_names for the others
     'seed', 'branch', 'tick', 'prompt_tokens', 'prompt_length', 'subgoal_tokens', 'subgoal_length',
     'subgoal_sequence', 'previous_chunk', 'queue_index',
 )  # fmt: skip
+MODE_STATE = ('raw_chunk', 'anchor', 'chunk_counts')
 NEXT = ('prompt_tokens', 'prompt_length', 'subgoal_tokens', 'subgoal_length', 'subgoal_sequence')
 
 
@@ -76,6 +77,22 @@ def input_shapes(c: Pi0Config) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]
     return shapes
 
 
+def state_names(c: Pi0Config) -> tuple[str, ...]:
+    """Return the names of the boundary's buffers in the order a capsule lists them.
+
+    A chunk mode keeps what it reads and no more: 'sync' nothing; 'ensemble' in ``previous_chunk``
+    the mean and in ``chunk_counts`` of how many; 'rtc' beside the chunk as played, in physical
+    units, the one the model gave (``raw_chunk``) and the joints it is relative to (``anchor``).
+    """
+    if c.chunk_mode == 'sync':
+        return tuple(n for n in STATE if n not in ('previous_chunk', 'queue_index'))
+    if c.chunk_mode == 'ensemble':
+        return (*STATE, 'chunk_counts')
+    if c.chunk_mode == 'rtc':
+        return (*STATE, 'raw_chunk', 'anchor') if c.relative else (*STATE, 'raw_chunk')
+    return STATE
+
+
 def state_specs(c: Pi0Config) -> list[BufferSpec]:
     """Return the boundary: all that the next tick depends on, in the order a capsule lists it."""
     P, S, H, A = c.prompt_tokens, c.subgoal_tokens, c.horizon, c.action_dim
@@ -90,10 +107,13 @@ def state_specs(c: Pi0Config) -> list[BufferSpec]:
         'subgoal_sequence': (Kind.SUBGOAL, I64, ()),
         'previous_chunk': (Kind.QUEUE, F32, (H, A)),
         'queue_index': (Kind.QUEUE, I64, ()),
+        'raw_chunk': (Kind.QUEUE, F32, (H, c.action_width)),
+        'anchor': (Kind.QUEUE, F32, (A,)),
+        'chunk_counts': (Kind.QUEUE, I64, (H,)),
     }
     return [
         BufferSpec(name, Role.STATE, fields[name][1], fields[name][2], kind=fields[name][0])
-        for name in STATE
+        for name in state_names(c)
     ]
 
 
