@@ -32,6 +32,13 @@ def config_path(name: str) -> Path:
            else 'give the path of a file, or source the setup file of the package'))
 
 
+def here_or_below_config(name: str) -> str:
+    """Return the path of a file that is named as such or below config/, else the name itself."""
+    path = Path(name).expanduser()
+    candidates = [path, *(folder / name for folder in _folders() if not path.is_absolute())]
+    return next((str(file) for file in candidates if file.is_file()), name)
+
+
 def find_embodiment(name: str) -> Path:
     """Return the file that the parameter ``embodiment`` names: a path, or a file below config/.
 

@@ -8,6 +8,7 @@ from rclpy.action import GoalResponse
 from rclpy.action.server import ServerGoalHandle
 from rclpy.callback_groups import ReentrantCallbackGroup
 from rclpy.impl.implementation_singleton import rclpy_implementation
+from rclpy.qos import QoSProfile
 from rclpy.task import Future
 
 from flashrt_core.errors import FlashrtError
@@ -22,6 +23,7 @@ from flashrt_ros.planner_plan import PlanRequest
 from flashrt_ros.planner_plan import Told
 
 RCLError = rclpy_implementation.RCLError
+FEEDBACK_DEPTH = 256  # tokens that a slow client may lag behind; one that asks for 10 loses some
 
 
 class PlanServer:
@@ -37,6 +39,7 @@ class PlanServer:
         self._plans: dict[bytes, Plan] = {}  # by goal
         self._server = ActionServer(
             node, PlanAction, '~/plan', self._execute, callback_group=ReentrantCallbackGroup(),
+            feedback_pub_qos_profile=QoSProfile(depth=FEEDBACK_DEPTH),
             goal_callback=lambda request: GoalResponse.ACCEPT, cancel_callback=self._cancel)
 
     def _cancel(self, goal: ServerGoalHandle) -> CancelResponse:

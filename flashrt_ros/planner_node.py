@@ -24,6 +24,7 @@ from flashrt_core.runtime import pick_backend
 from flashrt_ros import qos
 from flashrt_ros.admission import Admission
 from flashrt_ros.capsule_services import CapsuleServices
+from flashrt_ros.config_files import here_or_below_config
 from flashrt_ros.executor_services import RESERVED_CAUSES
 from flashrt_ros.hold import Cause
 from flashrt_ros.lifecycle import SafeLifecycleNode
@@ -113,7 +114,7 @@ class PlannerNode(SafeLifecycleNode):
         grammar = find_grammar(of['grammar'])
         backend = pick_backend(of['device'], of['stream_priority'])
         self._session = session = make_planner(of['planner']).bind(
-            backend, of['planner_config'], self._told)
+            backend, here_or_below_config(of['planner_config']), self._told)
         self.store = store = CapsuleStore(
             backend, of['capsule_gpu_bytes'], of['capsule_host_bytes'], of['capsule_disk_bytes'],
             of['capsule_directory'] or None, of['allow_disk_capsules'])

@@ -17,8 +17,8 @@ _GIB = 1 << 30
 SPECS = (
     ParameterSpec('planner', 'qwen3_5', 'planner family, a name of flashrt_core.planners',
                   read_only=True),
-    ParameterSpec('planner_config', 'tiny', 'named size, or a YAML file of the planner',
-                  read_only=True),
+    ParameterSpec('planner_config', 'planner_bytes/planner.yaml',
+                  'named size, or a YAML file: a path, or below config/', read_only=True),
     ParameterSpec('grammar', 'tabletop',
                   'tabletop, none, or a .lark or .regex file of whole plans', read_only=True),
     ParameterSpec('system_prompt', '', 'stands before the grammar in the pinned context',
@@ -42,7 +42,7 @@ SPECS = (
                   0.0, 3600.0),
     ParameterSpec('replan_limit', 1, 'new plans made for one goal whose subgoal failed or timed '
                   'out', 0, 100),
-    ParameterSpec('max_tokens', 128, 'tokens of one plan at most', 1, 65536),
+    ParameterSpec('max_tokens', 384, 'tokens of one plan at most', 1, 65536),
     ParameterSpec('temperature', 0.0, 'of the sampler; 0 is greedy', 0.0, 100.0),
     ParameterSpec('seed', 0, 'of the sampler', 0, (1 << 63) - 1),
     ParameterSpec('draft_tokens', 0, 'of speculation, where grammar is none', 0, 16),

@@ -15,6 +15,7 @@ from _ros_fixtures import ros_graph
 from _ros_fixtures import wait_until
 from rclpy.action import ActionClient
 from rclpy.parameter import Parameter
+from rclpy.qos import QoSProfile
 
 from flashrt_ros import planner_node
 from flashrt_ros import qos
@@ -24,6 +25,7 @@ from flashrt_ros.main import StopRequest
 from flashrt_ros.msg import Event
 from flashrt_ros.msg import PlannerStatus
 from flashrt_ros.msg import SubgoalOutcome
+from flashrt_ros.planner_action import FEEDBACK_DEPTH
 from flashrt_ros.planner_node import PlannerNode
 
 TWO = 'put the red block in the blue zone, then go home'
@@ -62,12 +64,15 @@ def _wait(future: Any) -> Any:
 class PlannerRig:
     """A planner and a node that listens and calls."""
 
-    def __init__(self, graph: Graph, model: FakePlanner, *, bind_to: Any = None,
+    def __init__(self, graph: Graph, model: FakePlanner | None, *, bind_to: Any = None,
                  namespace: str = '', wait: bool = True, **parameters: Any) -> None:
         given = {'planner': 'fake', 'device': 'cpu', 'capsule_gpu_bytes': 1 << 24,
                  'capsule_host_bytes': 1 << 24, **parameters}
         self.graph, self.model, self.stop_request = graph, model, StopRequest()
-        with mock.patch.object(planner_node, 'make_planner', lambda name: model):
+        make = planner_node.make_planner if model is None else lambda name: model
+        if model is None:
+            given.pop('planner')
+        with mock.patch.object(planner_node, 'make_planner', make):
             self.node: PlannerNode = graph.spin(PlannerNode(
                 self.stop_request, executor=bind_to, context=graph.context, namespace=namespace,
                 parameter_overrides=[Parameter(k, value=v) for k, v in given.items()]))
@@ -84,14 +89,15 @@ class PlannerRig:
             PlannerStatus, f'{self.prefix}/status', self.statuses.append, qos.status())
         self._outcomes = self.probe.create_publisher(
             SubgoalOutcome, 'subgoal_outcome', qos.record())
-        self.client = ActionClient(self.probe, Plan, f'{self.prefix}/plan')
+        self.client = ActionClient(self.probe, Plan, f'{self.prefix}/plan',
+                                   feedback_sub_qos_profile=QoSProfile(depth=FEEDBACK_DEPTH))
         wait_until(self.client.server_is_ready, 'the action')
         wait_until(lambda: self._outcomes.get_subscription_count() > 0, 'the planner to listen')
         self._clients: dict[str, Any] = {}
 
     @property
     def session(self) -> Any:
-        return self.model.sessions[-1]
+        return self.node.engine.session
 
     def goal(self, instruction: str = TWO, **fields: Any) -> Goal:
         return Goal(self, instruction=instruction, **fields)
@@ -109,6 +115,9 @@ class PlannerRig:
         return self.node.report.counters[name]
 
     def close(self) -> None:
+        if self.model is None:
+            self.node.stop(10.0)
+            return
         switches = self.model.switches
         switches.step_s = switches.chunk_s = 0.0
         if switches.gate is not None:
@@ -118,14 +127,18 @@ class PlannerRig:
 
 @contextmanager
 def planner_rig(folder: Path, model: FakePlanner | None = None, *, bound: bool = True,
-                policy: FakePolicy | None = None, executor_parameters: Any = None,
-                **parameters: Any) -> Iterator[tuple[PlannerRig, Rig]]:
-    """A planner bound to an executor (or over ROS to it), both active; the robot holds still."""
+                real: bool = False, policy: FakePolicy | None = None,
+                executor_parameters: Any = None, **parameters: Any
+                ) -> Iterator[tuple[PlannerRig, Rig]]:
+    """A planner bound to an executor (or over ROS to it), both active; the robot holds still.
+
+    :param real: an untrained model of the real architecture instead of the fake.
+    """
     with ros_graph() as graph:
         robot = Rig(graph, folder, policy or FakePolicy(), **(executor_parameters or {}))
         made = None
         try:
-            made = PlannerRig(graph, model or FakePlanner(),
+            made = PlannerRig(graph, None if real else model or FakePlanner(),
                               bind_to=robot.executor if bound else None, **parameters)
             yield made, robot
         finally:

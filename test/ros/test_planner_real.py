@@ -1,0 +1,101 @@
+"""The planner node over an untrained model of the real architecture: the same plan to the bit."""
+
+from pathlib import Path
+import threading
+
+from _planner_rig import planner_rig
+from _planner_rig import TWO
+from _ros_fixtures import wait_until
+import pytest
+
+from flashrt_core.tabletop.instructions import parse_plan
+
+pytestmark = pytest.mark.ros
+SCENE = 'blocks: red. zones: blue.'
+
+
+def plan_of(goal) -> str:
+    result = goal.result()
+    assert result.success or result.code == 'cannot', result.message
+    return ''.join(f.text for f in goal.feedback)
+
+
+@pytest.mark.parametrize('form', ['tabletop', 'plain'])
+def test_plans_are_of_the_grammar_and_the_same_after_whatever_came_between(
+        tmp_path: Path, form: str) -> None:
+    with planner_rig(tmp_path, real=True, prompt_form=form, temperature=1.0, seed=5
+                     ) as (planner, _):
+        first = plan_of(planner.goal(TWO, scene=SCENE, dry_run=True))
+        parse_plan(first)
+        others = {plan_of(planner.goal(f'go home {i}', dry_run=True)) for i in range(4)}
+        assert len(others | {first}) > 1, 'the instruction matters'
+        slow = planner.goal('go home', scene=SCENE, dry_run=True)
+        threading.Event().wait(0.01)
+        slow.cancel()
+        slow.result()
+        again = planner.goal(TWO, scene=SCENE, dry_run=True)
+        assert plan_of(again) == first
+        result = again.result()
+        assert result.capsule_hit and result.tokens == len(first.encode())
+        assert (result.context_tokens > 0) == (form == 'plain')
+
+
+def test_a_plan_goes_on_from_a_capsule_as_it_went_on_before(tmp_path: Path) -> None:
+    with planner_rig(tmp_path, real=True, prompt_form='plain') as (planner, _):
+        plan_of(planner.goal(TWO, dry_run=True))
+        session = planner.session
+        end = session.position
+        assert planner.call('snapshot', id='after').success
+        assert planner.call('rollback', boundaries=1).success
+        before = session.position
+        assert before < end, 'the mark before the first token'
+        assert planner.call('restore', id='after').success and session.position == end
+        listed = planner.call('list_capsules')
+        assert {c.id for c in listed.capsules} == {'context', 'after'}
+        context = next(c for c in listed.capsules if c.id == 'context')
+        assert context.pinned and context.position == planner.node.engine.context_tokens
+
+
+def test_the_capsule_services_refuse_as_the_executors_do(tmp_path: Path) -> None:
+    with planner_rig(tmp_path) as (planner, _):
+        assert planner.call('drop', id='context').code == 'parameter_invalid'
+        assert planner.call('pin', id='context', pinned=False).code == 'parameter_invalid'
+        assert planner.call('restore', id='nowhere').code == 'capsule_not_found'
+        assert planner.call('snapshot', id='../x').code == 'capsule_id_invalid'
+        assert planner.call('rollback').code == 'parameter_invalid'
+        assert planner.call('snapshot', id='a', tier='disk').code == 'tier_unavailable'
+        assert planner.call('snapshot', id='a').info.id == 'a'
+        assert planner.call('move', id='a', tier='host').info.tier == 'host'
+        assert planner.call('pin', id='a', pinned=True).info.pinned
+        assert 'unpin' in planner.call('drop', id='a').message
+        assert planner.call('pin', id='a', pinned=False).success
+        assert planner.call('drop', id='a').success
+        planner.model.switches.step_s = 0.02
+        goal = planner.goal(TWO).until('decode')
+        for verb, fields in (('restore', {'id': 'context'}), ('rollback', {'boundaries': 1}),
+                             ('snapshot', {})):
+            reply = planner.call(verb, **fields)
+            assert reply.code == 'busy' and 'cancel' in reply.message, verb
+        goal.cancel()
+        goal.result()
+        wait_until(lambda: planner.node.report.sections()['refusals'].values.get('busy') == '3',
+                   'the refusals to be counted')
+
+
+def test_every_service_answers_wrong_state_before_configure(tmp_path: Path) -> None:
+    from _fake_planner import FakePlanner
+    model = FakePlanner(bind_error=RuntimeError('no such weights'))
+    with planner_rig(tmp_path, model) as (planner, _):
+        assert planner.node.phase == 'failed'
+        for verb in ('snapshot', 'restore', 'rollback', 'list_capsules', 'pin', 'drop', 'move'):
+            assert planner.call(verb).code == 'wrong_state', verb
+        assert planner.goal(TWO).result().code == 'wrong_state'
+        wait_until(lambda: planner.statuses and planner.statuses[-1].phase == 'failed', 'status')
+
+
+def test_a_lost_device_asks_for_the_documented_exit_status(tmp_path: Path) -> None:
+    with planner_rig(tmp_path) as (planner, _):
+        planner.model.switches.lost = True
+        assert not planner.goal(TWO).result().success
+        wait_until(planner.stop_request.is_set, 'the request to end')
+        assert planner.stop_request.exit_code == 75
