@@ -31,7 +31,7 @@ from flashrt_core.runtime import ShapeKey
 
 Views = Mapping[str, Tensor]
 
-NOTE_ROWS = 8  # tokens of a branch that one segment of a commit notes for MTP
+NOTE_ROWS = 16  # tokens of a branch that one segment of a commit notes for MTP
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,8 @@ def give_out(b: Views, tokens: Tensor, number: Tensor) -> None:
     b['sampled'].add_(number)
     b['pending'].copy_(tokens.index_select(0, number[None] - 1)[0])
     report(b, number)
-    b['host.report'][layout.REPORT_HEAD :][: len(tokens)].copy_(tokens, non_blocking=True)
+    out = b['host.report'][layout.REPORT_HEAD :][: len(tokens)]
+    out.copy_(tokens.to(out.dtype), non_blocking=True)
 
 
 def report(b: Views, given: Tensor) -> None:
