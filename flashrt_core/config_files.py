@@ -17,10 +17,13 @@ from flashrt_core.errors import ConfigError
 T = TypeVar('T')
 
 
-def read_yaml(path: Path, what: str, named: Iterable[str] = ()) -> dict[str, Any]:
+def read_yaml(
+    path: Path, what: str, named: Iterable[str] = (), beside: Iterable[str] = ()
+) -> dict[str, Any]:
     """Return the mapping that a YAML file holds.
 
     :param what: names the file in messages. :param named: names that could stand in its place.
+    :param beside: keys whose values may be files that lie beside this one.
     :raises ConfigError: no such file, unreadable, no YAML, or no mapping.
     """
     import yaml  # only this reader needs it
@@ -41,6 +44,10 @@ def read_yaml(path: Path, what: str, named: Iterable[str] = ()) -> dict[str, Any
         raise ConfigError(
             f'{path} holds {type(record).__name__}; give a mapping of names to values'
         )
+    for key in beside:
+        value = record.get(key)
+        if value and isinstance(value, str) and (path.parent / value).exists():
+            record[key] = str(path.parent / value)
     return record
 
 
