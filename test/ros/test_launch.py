@@ -20,6 +20,13 @@ def _constant(path: Path, name: str):
     return ()
 
 
+def _mapping(path: Path, name: str) -> dict:
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], 'id', '') == name:
+            return ast.literal_eval(node.value)
+    return {}
+
+
 def _load(path: Path):
     pytest.importorskip('launch')
     pytest.importorskip('launch_ros')
@@ -42,7 +49,8 @@ def test_every_argument_has_a_description_and_a_default_among_its_choices(path):
 def test_every_argument_is_used_and_every_used_one_is_declared(path):
     text = path.read_text()
     names = {argument[0] for argument in _constant(path, 'ARGUMENTS')}
-    named = set(re.findall(r"LaunchConfiguration\('(\w+)'\)", text)) - {'params_file'}
+    named = set(re.findall(r"LaunchConfiguration\('(\w+)'\)", text))
+    named = {name for name in named if not name.endswith('params_file')}
     listed = set(_constant(path, 'PARAMETERS')) | set(_constant(path, 'TYPED'))
     assert named <= names
     assert names == named | (listed & names)
@@ -58,12 +66,18 @@ def test_the_executables_exist_in_setup_cfg():
 def test_the_parameters_given_by_launch_are_those_of_the_nodes():
     pytest.importorskip('rclpy')
     from flashrt_ros.executor_parameters import SPECS as executor_specs
+    from flashrt_ros.planner_parameters import SPECS as planner_specs
     from flashrt_ros.tabletop_parameters import SPECS as tabletop_specs
 
     executor = {spec.name for spec in executor_specs} | {'use_sim_time'}
     assert set(_constant(ROOT / 'launch/executor.launch.py', 'PARAMETERS')) <= executor
     tabletop = {spec.name for spec in tabletop_specs}
     assert set(_constant(ROOT / 'launch/tabletop.launch.py', 'PARAMETERS')) <= tabletop
+    planner = {spec.name for spec in planner_specs}
+    for name in ('bringup', 'two_process'):
+        path = ROOT / f'launch/{name}.launch.py'
+        for parameter, node in _mapping(path, 'PARAMETERS').items():
+            assert parameter in {'executor': executor, 'planner': planner}[node], parameter
 
 
 def test_parameter_files_are_keyed_so_that_a_namespace_does_not_hide_them():
