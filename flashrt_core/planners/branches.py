@@ -49,8 +49,8 @@ class Branches:
     state and of its KV that a single session of its seed and branch number would.
     """
 
-    def __init__(self, session: PlannerSession, room: BranchRoom, seeds: Sequence[int],
-                 numbers: Sequence[int] | None = None) -> None:
+    def __init__(self, session: PlannerSession, room: BranchRoom, epoch: int,
+                 seeds: Sequence[int], numbers: Sequence[int] | None = None) -> None:
         self._session = session
         self._room = room
         self._seeds = [check_word('seed', seed) for seed in seeds]
@@ -68,7 +68,7 @@ class Branches:
         self._rows = next(key for key in room.row_keys if key >= self.count)
         self._trunk = session.position
         self._tail = 0
-        self._epoch = session.mirror.epoch
+        self._epoch = epoch
         self._ended = ''
         self.pending: tuple[int, ...] | None = (
             None if session.pending is None else (session.pending,) * self.count
@@ -118,7 +118,8 @@ class Branches:
             plan = self._room.plans['branch_step' if fed else 'branch_sample', self._rows, greedy]
             fill = partial(session.fill_sampler, options, 1, mask)
             job = Job(plan, fill, partial(self._land, fed))
-            return session.runner.launch('branches', [job], _result, self._failed)
+            return session.runner.launch(
+                'branches', [job], self._epoch, _result, self._failed)
 
     def commit(self, row: int) -> Operation[int]:
         """Make branch ``row`` the trunk: state, KV tail and pending token; the others end.
@@ -140,7 +141,8 @@ class Branches:
             ]
             jobs.append(Job(None, lambda: None, partial(self._adopt, row)))
             end = self._trunk + tail
-            return session.runner.launch('commit', jobs, lambda done: end, self._failed)
+            return session.runner.launch(
+                'commit', jobs, self._epoch, lambda done: end, self._failed)
 
     def drop(self) -> None:
         """End the branches; the trunk is as it was at the fork."""

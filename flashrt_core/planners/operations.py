@@ -152,13 +152,17 @@ class Runner:
         return '' if operation is None else operation.name
 
     @contextmanager
-    def starting(self, tenant: Tenant | None = None) -> Iterator[None]:
+    def starting(self, tenant: Tenant | None = None) -> Iterator[int]:
         """Hold the lock to begin an operation of the trunk, or of its live ``tenant``.
+
+        Gives the epoch, to be read before the mirror: an operation made of what a restore is just
+        changing carries the old one and is dropped.
 
         :raises LaneBusy: something runs. :raises BranchesLive: others have the trunk.
         :raises SessionPoisoned: a restore failed half-way.
         """
         with self._lock:
+            epoch = self.mirror.epoch
             self.boundary.check_usable()
             if self._operation is not None:
                 raise LaneBusy(
@@ -170,22 +174,21 @@ class Runner:
                     f'{held.count} branches are live and the trunk stands still; commit one of '
                     'them or drop them first'
                 )
-            yield
+            yield epoch
 
     def launch(
         self,
         name: str,
         jobs: Sequence[Job],
+        epoch: int,
         finish: Callable[[Operation[Any]], Any],
         failed: Callable[[BaseException], None] = lambda error: None,
-        epoch: int | None = None,
     ) -> Operation[Any]:
         """Queue the plans; the operation is over when the last of them has ended.
 
-        Called within ``starting``. ``finish`` gives its result, ``failed`` is told its error.
-        ``epoch``: the one to go on from, None for that of now.
+        Called within ``starting``. ``epoch``: the one it goes on from; a plan that meets another
+        raises TickDropped. ``finish`` gives its result, ``failed`` is told its error.
         """
-        epoch = self.mirror.epoch if epoch is None else epoch
         operation: Operation[Any] = Operation(self.lane, name, len(jobs), epoch)
         self._operation = operation
         ended = partial(self._ended, operation, finish, failed)

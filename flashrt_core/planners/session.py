@@ -158,7 +158,7 @@ class PlannerSession:
         ids = self._check_tokens(drafts)
         if mask is not None:
             check_mask(mask, self.vocab, 'the mask')
-        with self.runner.starting():
+        with self.runner.starting() as now:
             K = self._drafts_of(options, ids, limit, mask)
             greedy = options is not None and options.greedy
             fed = self.pending is not None
@@ -168,7 +168,8 @@ class PlannerSession:
                 kind = ('step' if fed else 'sample', greedy)
             fill = partial(self.fill_sampler, options, K + 1, mask, ids[:K], revocable)
             job = Job(self._plans[kind], fill, partial(self._land_step, fed, K))
-            operation = self.runner.launch('decode', [job], _step, epoch=epoch)
+            operation = self.runner.launch(
+                'decode', [job], now if epoch is None else epoch, _step)
             self._redo = job if revocable else None
             return operation
 
@@ -179,7 +180,7 @@ class PlannerSession:
 
         :raises ConfigError: no such step was the last thing done.
         """
-        with self.runner.starting():
+        with self.runner.starting() as epoch:
             job, point = self._redo, self.runner.point
             if job is None or point is None or count < 1:
                 raise ConfigError(
@@ -194,7 +195,8 @@ class PlannerSession:
                 control = self.buffers['host.control'].tensor
                 control[layout.LIMIT] = min(count, int(control[layout.LIMIT]))
 
-            return self.runner.launch('keep', [Job(job.plan, fill, job.land)], _step)
+            again = Job(job.plan, fill, job.land)
+            return self.runner.launch('keep', [again], epoch, _step)
 
     def reset(self) -> LaneFuture[None]:
         """Make the state empty and drop what runs or waits; lifts poison. Branches end.
@@ -220,11 +222,11 @@ class PlannerSession:
         """
         if self._room is None:
             raise ConfigError('fork is refused: bind with branches 1 or more')
-        with self.runner.starting():
+        with self.runner.starting() as epoch:
             self._check_begun()
-            branches = Branches(self, self._room, seeds, numbers)
+            branches = Branches(self, self._room, epoch, seeds, numbers)
             begin = Job(None, lambda: None, branches.begin)
-            copied = self.runner.launch('fork', [begin], lambda operation: None)
+            copied = self.runner.launch('fork', [begin], epoch, lambda operation: None)
             self.runner.tenant = branches
             self._redo = None
         try:
@@ -341,7 +343,7 @@ class PlannerSession:
 
     def _append(self, tokens: Sequence[int], fresh: bool) -> Operation[Appended]:
         ids = self._check_tokens(tokens)
-        with self.runner.starting():
+        with self.runner.starting() as epoch:
             position, pending = (0, None) if fresh else (self.position, self.pending)
             if ids.size == 0:
                 raise PromptEmpty(
@@ -362,7 +364,7 @@ class PlannerSession:
                 jobs.append(Job(self._plans[('chunk', *chunk.key)], fill, land))
             self._redo = None
             name = 'prefill' if fresh else 'append'
-            return self.runner.launch(name, jobs, partial(_appended, chunks))
+            return self.runner.launch(name, jobs, epoch, partial(_appended, chunks))
 
     def _check_tokens(self, tokens: Sequence[int]) -> np.ndarray:
         """Return the ids as int32; raises TokenUnknown for what is not a token."""

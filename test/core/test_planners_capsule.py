@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+import random
 
 from _planner import bound
 from _planner import DRAWN
@@ -31,6 +32,8 @@ from flashrt_core.errors import NotAtBoundary
 from flashrt_core.errors import SessionPoisoned
 from flashrt_core.errors import TickDropped
 from flashrt_core.planners import Options
+from flashrt_core.planners import session as session_module
+from flashrt_core.planners.chunks import plan_chunks
 from flashrt_core.planners.session import PlannerSession
 from flashrt_core.runtime import Backend
 
@@ -328,3 +331,78 @@ def test_the_size_of_a_capsule_is_the_reported_arithmetic(session, store):
 
 def test_the_small_config_is_what_the_tests_say(session):
     assert (SMALL.context, session.context, session.vocab) == (96, 96, 48)
+
+
+def test_a_restore_that_lands_while_an_append_is_being_made_drops_it(session, store, monkeypatch):
+    session.prefill(SUFFIX).result(20)
+    snapshot(session, store)
+    before = state_of(session)
+    session.append(PROMPT).result(20)
+    run(session, 1)
+
+    def racing(*arguments: object, **more: object) -> object:
+        restore(session, store)
+        return plan_chunks(*arguments, **more)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(session_module, 'plan_chunks', racing)
+        late = session.append(PROMPT)
+    with pytest.raises(TickDropped, match='restored or reset'):
+        late.result(20)
+    assert unequal(state_of(session), before) == []
+
+
+def test_any_way_to_a_state_leads_to_the_bits_of_the_straight_one(session, store, stress):
+    """Appends, steps with and without drafts, forks, marks, capsules at random; then the same
+    tokens again without any of it."""
+    draw = random.Random(5)
+    boundary = session.boundary
+    for _ in range(stress(60)):
+        session.prefill(PROMPT).result(20)
+        log: list[tuple[str, object]] = []
+        held: list[tuple[object, list[tuple[str, object]]]] = []
+        session.lane.call(lambda: store.prepare(boundary, 4)).result(20)
+        for at in range(12):
+            verb = draw.choice(['append', 'decode', 'decode', 'fork', 'mark', 'snapshot', 'back'])
+            if session.position > 60:
+                break
+            if verb == 'append':
+                tokens = [draw.randrange(48) for _ in range(draw.randrange(1, 9))]
+                session.append(tokens).result(20)
+                log.append(('append', tokens))
+            elif verb == 'decode':
+                step = session.decode(SPECULATIVE if draw.random() < 0.5 else DRAWN).result(20)
+                log += [('decode', 7)] * len(step.tokens)
+            elif verb == 'fork':
+                seeds = [draw.randrange(9) for _ in range(draw.randrange(1, 4))]
+                row, steps = draw.randrange(len(seeds)), draw.randrange(1, 4)
+                branches = session.fork(seeds)
+                for _ in range(steps):
+                    branches.step(DRAWN).result(20)
+                branches.commit(row).result(20)
+                log += [('decode', seeds[row])] * steps
+            elif verb == 'mark':
+                held.append((session.lane.at_boundary(
+                    lambda: store.mark(boundary)).result(20), list(log)))
+            elif verb == 'snapshot':
+                snapshot(session, store, f'at{at}')
+                held.append((f'at{at}', list(log)))
+            elif held:
+                to, then = draw.choice(held)
+                try:
+                    session.lane.at_boundary(
+                        lambda to=to: store.rollback(boundary, to)).result(20)
+                except MarkDead:
+                    continue
+                log = list(then)
+        state = state_of(session)
+        session.prefill(PROMPT).result(20)
+        for verb, value in log:
+            if verb == 'append':
+                session.append(value).result(20)
+            else:
+                options = Options(**{**vars(DRAWN), 'seed': value})
+                session.decode(options).result(20)
+        assert unequal(state_of(session), state) == [], log
+        for info in store.list():
+            store.drop(info.id, info.session)
