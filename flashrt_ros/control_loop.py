@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from flashrt_core.errors import ActionNonFinite
 from flashrt_core.errors import ConfigError
 from flashrt_core.errors import LaneTimeout
+from flashrt_ros.chunk_timing import ChunkTiming
 from flashrt_ros.clocks import MonotonicClock
 from flashrt_ros.clocks import NANOSECONDS
 from flashrt_ros.clocks import SteadyClock
@@ -62,11 +63,14 @@ class ChunkPlayer:
     Threads: :meth:`next_action` on the step thread; everything else on any thread.
     """
 
-    def __init__(self, joints: int, *, epoch: int = 0) -> None:
+    def __init__(
+        self, joints: int, *, epoch: int = 0, timing: ChunkTiming | None = None
+    ) -> None:
         """Start without a chunk.
 
         :param joints: columns of each chunk.
         :param epoch: chunks of an older epoch are dropped.
+        :param timing: told of every step and splice.
         :raises ConfigError: when joints is below 1.
         """
         if joints < 1:
@@ -81,7 +85,7 @@ class ChunkPlayer:
         self._index = 0
         self._tick_at = -1
         self._executed = 0
-        self._last_delay = 0
+        self.timing = timing or ChunkTiming()
         self.chunks_dropped = 0
 
     def hold(self) -> None:
@@ -135,7 +139,8 @@ class ChunkPlayer:
                 reason = 'too_late'
             else:
                 self._actions, self._index = fresh, delay
-                self._tick_at, self._last_delay = start.at_step, delay
+                self._tick_at = start.at_step
+                self.timing.spliced(delay)
                 return Splice(True, delay, horizon - delay, '')
             self.chunks_dropped += 1
             return Splice(False, delay, 0, reason)
@@ -163,7 +168,7 @@ class ChunkPlayer:
 
     def _drop_chunk(self) -> None:
         self._actions, self._index, self._tick_at = None, 0, -1
-        self._last_delay = 0
+        self.timing.restarted()
 
     def next_action(self, out: NDArray[np.float64]) -> Played:
         """Copy this step's action into ``out`` (float64 [joints]) and advance; step thread only.
@@ -174,8 +179,10 @@ class ChunkPlayer:
             return Played.HELD
         with self._lock:
             if self._actions is None or self._index >= len(self._actions):
+                self.timing.starved += self._actions is not None
                 return Played.EXHAUSTED
             out[:] = self._actions[self._index]
+            self.timing.played(self._tick_at + self._index, self._index)
             self._index += 1
             self._executed += 1
             return Played.ACTION
@@ -202,9 +209,9 @@ class ChunkPlayer:
         return self.left_steps == 0
 
     @property
-    def last_delay_steps(self) -> int:
-        """Delay of the newest accepted chunk: the expected delay of the next tick."""
-        return self._last_delay
+    def expected_delay_steps(self) -> int:
+        """Steps expected to be played before the chunk of a tick that begins now is there."""
+        return min(self.timing.expected_delay, self.left_steps)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from flashrt_core.errors import ActionJump
 from flashrt_core.errors import FlashrtError
 from flashrt_core.errors import LaneBusy
 from flashrt_core.policies.protocol import Chunk
+from flashrt_ros.chunk_timing import ChunkTiming
 from flashrt_ros.clocks import NANOSECONDS
 from flashrt_ros.control_loop import ChunkPlayer
 from flashrt_ros.control_loop import Played
@@ -96,7 +97,7 @@ class Control:
         self._lock_step = bool(parameters['lock_step'])
         self.stream = parameters['output_mode'] == 'stream' or self._lock_step
         self.progress = Progress()
-        self.player = ChunkPlayer(joints)
+        self.player = ChunkPlayer(joints, timing=ChunkTiming(parameters['delay_window_chunks']))
         self.limiter = StepLimiter(embodiment, counters)
         self.guard = ActionGuard(embodiment, limits=parameters['limits'], counters=counters)
         self.holds = HoldMachine(self.player, counters, needs_reset=parameters['require_reset'])

@@ -86,6 +86,8 @@ class Engine:
         self._interrupts = Interrupts(counters)
         self.times.rings.update(self._interrupts.rings)
         self.lock_step = bool(parameters['lock_step'])
+        # A chunk is made only when the last one is used up; the robot stands still meanwhile.
+        self._in_turn = getattr(session.config, 'chunk_mode', '') == 'sync'
         self.slot = SubgoalSlot(max_tokens=max(1, self.ports.subgoal_tokens),
                                 vocabulary=int(session.config.vocab), counters=counters)
         self.watch = TickWatch(
@@ -310,8 +312,8 @@ class Engine:
             return False
         player = self.control.player
         return (phase is Phase.RESYNC or self._urgent or player.exhausted
-                or player.steps_executed - self._tick_step
-                >= self._parameters['tick_period_steps'])
+                or (not self._in_turn and player.steps_executed - self._tick_step
+                    >= self._parameters['tick_period_steps']))
 
     def _stepped(self) -> None:
         if self._tick_due():
@@ -387,8 +389,12 @@ class Engine:
         return prepared.started_ns + int(period_s * NANOSECONDS)
 
     def _delay(self) -> int:
-        return 0 if self.lock_step else min(
-            self.control.player.last_delay_steps, self.ports.horizon - 1)
+        player, horizon = self.control.player, self.ports.horizon
+        told = not self.lock_step and not self._in_turn
+        delay = min(player.expected_delay_steps, horizon - 1) if told else 0
+        period = self._parameters['tick_period_steps']
+        player.timing.planned_age = horizon if self._in_turn else period + delay
+        return delay
 
     def _await(self, future: Future[Chunk]) -> Chunk:
         limit = self._parameters['device_timeout_s']

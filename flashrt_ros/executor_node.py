@@ -43,6 +43,7 @@ from flashrt_ros.executor_outputs import ExecutorOutputs
 from flashrt_ros.executor_parameters import check_at_configure
 from flashrt_ros.executor_parameters import executor_parameters
 from flashrt_ros.executor_parameters import heartbeat_deadline_s
+from flashrt_ros.executor_parameters import policy_config
 from flashrt_ros.executor_report import ExecutorReport
 from flashrt_ros.executor_services import ExecutorServices
 from flashrt_ros.executor_verbs import C0
@@ -123,7 +124,7 @@ class ExecutorNode(SafeLifecycleNode):
         self._embodiment = load_embodiment(find_embodiment(self.parameters['embodiment']))
         backend = pick_backend(self.parameters['device'], self.parameters['stream_priority'])
         self._session = session = make_policy(self.parameters['policy']).bind(
-            backend, self.parameters['policy_config'], self._told)
+            backend, policy_config(self.parameters), self._told)
         self._tokenizer = session.tokenizer
         self.store = store = CapsuleStore(
             backend, self.parameters['capsule_gpu_bytes'], self.parameters['capsule_host_bytes'],

@@ -10,6 +10,7 @@ from typing import Any
 
 from flashrt_core.errors import ConfigError
 from flashrt_core.errors import ParameterInvalid
+from flashrt_core.policies.chunking import MODES
 from flashrt_ros.parameters import ParameterSpec
 from flashrt_ros.parameters import ParameterTable
 
@@ -41,7 +42,15 @@ SPECS = (
                   'act only after ~/reset: after a restart nobody knows whose episode it is',
                   read_only=True),
     ParameterSpec('prompt', '', 'task in words, given to the policy with the next tick'),
-    ParameterSpec('tick_period_steps', 8, 'steps between two ticks', 1, 1000),
+    ParameterSpec('chunk_mode', 'policy',
+                  'how chunks follow each other: blend, ensemble and rtc tick while the last one '
+                  'is played, sync only when it is used up; policy: as its config says',
+                  choices=('policy', *MODES), read_only=True),
+    ParameterSpec('tick_period_steps', 8, 'steps between two ticks; without effect in sync',
+                  1, 1000),
+    ParameterSpec('delay_window_chunks', 8,
+                  'the next chunk is expected as late, in steps, as the latest of so many chunks',
+                  1, 1000, read_only=True),
     ParameterSpec('max_image_age_s', 0.5, 'older images stop the ticks and hold', 0.001, 60.0),
     ParameterSpec('max_joint_age_s', 0.2, 'older joint states stop the ticks and hold',
                   0.001, 60.0),
@@ -101,6 +110,12 @@ def heartbeat_deadline_s(values: ParameterTable) -> float:
     A tick that begins when the last beat is a heartbeat period old may take up to its deadline.
     """
     return float(values['tick_deadline_s'] + values['heartbeat_period_s'])
+
+
+def policy_config(values: ParameterTable) -> str | dict[str, str]:
+    """Return what the policy is bound with: policy_config, with chunk_mode where one is set."""
+    source, mode = str(values['policy_config']), str(values['chunk_mode'])
+    return source if mode == 'policy' else {'base': source, 'chunk_mode': mode}
 
 
 def check_at_configure(values: ParameterTable) -> None:

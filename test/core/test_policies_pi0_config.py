@@ -177,3 +177,16 @@ def test_the_layout_fields_name_every_setting_that_changes_numbers():
         {'family': 'pi05', 'state_tokens': 9, 'normalisation': 'mean_std'},
     ):
         assert replace(SMALL, **change).layout() != SMALL.layout(), change
+
+
+def test_a_mapping_may_build_on_a_file_and_a_file_on_a_name_only(tmp_path):
+    path = tmp_path / 'mine.yaml'
+    path.write_text('base: tiny\nhorizon: 16\n')
+    config = load_config({'base': str(path), 'chunk_mode': 'rtc'})
+    assert (config.horizon, config.chunk_mode) == (16, 'rtc')
+    assert load_config({'base': 'tiny', 'chunk_mode': 'sync'}).chunk_mode == 'sync'
+    path.write_text(f'base: {path}\n')
+    with pytest.raises(ConfigError, match=r'base .* is unknown'):
+        load_config(path)
+    with pytest.raises(ConfigError, match='neither a file'):
+        load_config({'base': str(tmp_path / 'none.yaml')})

@@ -75,6 +75,7 @@ class FakeConfig:
     rows: int = 4
     row_keys: tuple[int, ...] = (1, 2, 4)
     tokenizer: str = 'words'
+    chunk_mode: str = 'blend'
 
 
 class FakeSession:

@@ -123,14 +123,16 @@ def test_a_hold_is_set_while_another_thread_has_the_lock():
         assert not setter.is_alive() and player.held
 
 
-def test_the_delay_of_the_newest_chunk_is_the_one_to_expect():
+def test_the_delay_of_a_chunk_is_measured_in_executed_steps():
     player = ChunkPlayer(2)
     player.swap(numbered(0), player.begin_tick())
-    assert player.last_delay_steps == 0
+    assert player.expected_delay_steps == 0
     start = player.begin_tick()
     play(player, 3)
     player.swap(numbered(0), start)
-    assert player.last_delay_steps == 3
+    assert player.expected_delay_steps == 3
+    play(player, 5)
+    assert player.expected_delay_steps == 2, 'no more steps can pass than are left'
 
 
 @pytest.mark.parametrize('drop', [lambda p: p.clear(), lambda p: p.new_epoch(1)])
@@ -141,7 +143,7 @@ def test_after_a_dropped_chunk_the_next_one_starts_from_rest(drop):
     play(player, 3)
     player.swap(numbered(0), start)
     drop(player)
-    assert player.last_delay_steps == 0 and play(player, 2) == [None, None]
+    assert player.expected_delay_steps == 0 and play(player, 2) == [None, None]
     player.swap(numbered(50), player.begin_tick())
     assert play(player, 1) == [50]
 

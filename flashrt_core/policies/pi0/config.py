@@ -28,6 +28,7 @@ FAMILIES = ('pi0', 'pi05')
 RESERVED = {'state', 'prompt', 'subgoal', 'noise', 'action'}
 FLOW_STEPS_LIMIT = 1000
 FILES = ('weights', 'tokenizer', 'statistics_file')  # may lie beside a config's file
+CONFIG_SUFFIXES = ('.yaml', '.yml')
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16}
 
 
@@ -338,9 +339,9 @@ NAMED = {'pi0': PI0, 'tiny': TINY, 'pi05': PI05, 'pi05_tiny': PI05_TINY}
 def load_config(source: str | Path | Mapping[str, Any] | Pi0Config) -> Pi0Config:
     """Return a config from a name, a YAML file or a mapping.
 
-    A file or mapping names its ``base`` (one of NAMED) and overrides single values; a ``policy``
-    in it must be the family. Raises ConfigError naming an unknown key, a wrong type or a value
-    out of range.
+    A file or mapping names its ``base`` (one of NAMED; a mapping may also name a file) and
+    overrides single values; a ``policy`` in it must be the family. Raises ConfigError naming an
+    unknown key, a wrong type or a value out of range.
     """
     if isinstance(source, Pi0Config):
         return source
@@ -354,9 +355,13 @@ def load_config(source: str | Path | Mapping[str, Any] | Pi0Config) -> Pi0Config
         record = read_yaml(Path(source), 'policy config', NAMED, FILES)
     base = record.pop('base', 'tiny')
     policy = record.pop('policy', None)
-    if not isinstance(base, str) or base not in NAMED:
+    if isinstance(source, Mapping) and isinstance(base, str) and base.endswith(CONFIG_SUFFIXES):
+        start = load_config(base)
+    elif isinstance(base, str) and base in NAMED:
+        start = NAMED[base]
+    else:
         raise ConfigError(f'base {base!r} is unknown; choose from {sorted(NAMED)}')
-    config: Pi0Config = override(NAMED[base], record)
+    config: Pi0Config = override(start, record)
     if policy not in (None, config.family):
         raise ConfigError(
             f'policy {policy!r} does not go with base {base!r}, which is {config.family!r}; give '
