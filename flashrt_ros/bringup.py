@@ -12,6 +12,7 @@ import threading
 from typing import Any
 
 from lifecycle_msgs.msg import Transition
+from rclpy.parameter import Parameter
 
 from flashrt_core.errors import WrongState
 from flashrt_ros.executor_node import ExecutorNode
@@ -23,15 +24,23 @@ from flashrt_ros.main import StopRequest
 from flashrt_ros.planner_node import PlannerNode
 
 
-def bring_up(stop: StopRequest | None = None, **kwargs: Any) -> tuple[ExecutorNode, PlannerNode]:
+def bring_up(
+    stop: StopRequest | None = None,
+    *,
+    executor_overrides: Sequence[Parameter] = (),
+    planner_overrides: Sequence[Parameter] = (),
+    **kwargs: Any,
+) -> tuple[ExecutorNode, PlannerNode]:
     """Make both nodes, bound to each other; neither is configured yet.
 
+    :param executor_overrides: parameters beside those of the command line.
     :param kwargs: of rclpy's Node, for both.
     :raises ConfigError: a parameter given at start is refused; no node is left.
     """
-    executor = ExecutorNode(stop, **kwargs)
+    executor = ExecutorNode(stop, parameter_overrides=list(executor_overrides), **kwargs)
     try:
-        planner = PlannerNode(stop, executor=executor, **kwargs)
+        planner = PlannerNode(stop, executor=executor,
+                              parameter_overrides=list(planner_overrides), **kwargs)
     except BaseException:
         executor.stop(1.0)
         executor.destroy_node()

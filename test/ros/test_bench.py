@@ -65,7 +65,8 @@ def test_a_change_that_was_refused_keeps_the_epoch_and_the_commands():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ('name', 'options'),
-    [('tick', ['--seconds', '4']), ('reset', ['--count', '5'])],
+    [('tick', ['--seconds', '4']), ('reset', ['--count', '5']),
+     ('bringup', ['--seconds', '1', '--interrupts', '2'])],
 )
 def test_a_short_run_ends_with_a_table_and_a_json_file(tmp_path, name, options):
     command = [sys.executable, '-m', 'flashrt_core.bench', name, '--out', str(tmp_path)]
@@ -81,6 +82,9 @@ def test_a_short_run_ends_with_a_table_and_a_json_file(tmp_path, name, options):
     content = json.loads(path.read_text())
     assert content['rows']
     assert content['machine']['cores'] >= 1
+    if name == 'bringup':
+        together = next(r for r in content['rows'] if r['phase'] == 'together')
+        assert together['ticks'] > 0 and together['tokens_per_s'] > 0
     if name == 'reset':
         assert content['details']['violations'] == {
             'old chunks': 0,

@@ -44,11 +44,9 @@ def both(folder: Path, model: FakePlanner, policy: FakePolicy) -> Iterator[tuple
         arm = None
         overrides = [[Parameter(k, value=v) for k, v in given[name].items()]
                      for name in ('executor', 'planner')]
-        executor = executor_node.ExecutorNode(
-            context=graph.context, parameter_overrides=overrides[0])
-        with mock.patch.object(bringup, 'ExecutorNode', lambda stop, **_: executor):
-            executor, planner = bringup.bring_up(
-                context=graph.context, parameter_overrides=overrides[1])
+        executor, planner = bringup.bring_up(
+            context=graph.context, executor_overrides=overrides[0],
+            planner_overrides=overrides[1])
         graph.spin(executor)
         graph.spin(planner)
         try:
