@@ -154,3 +154,15 @@ def test_drafts_of_mtp_are_sometimes_accepted_and_always_counted(session):
     steps = [session.decode(drawn(3)).result(20) for _ in range(12)]
     assert all(s.drafted == 3 and len(s.tokens) == s.accepted + 1 for s in steps)
     assert sum(s.accepted for s in steps) > 0
+
+
+def test_in_bfloat16_too(backend):
+    with bound(backend, dtype='bfloat16') as half:
+        for options in (GREEDY, DRAWN):
+            half.prefill(PROMPT).result(20)
+            tokens, state = run(half, 20, options), state_of(half)
+            for K in (1, 4):
+                half.prefill(PROMPT).result(20)
+                drafting = Options(**{**vars(options), 'draft_tokens': K})
+                assert run(half, 20, drafting) == tokens
+                assert unequal(state_of(half), state) == []
