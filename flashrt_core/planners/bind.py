@@ -102,6 +102,7 @@ def bind(
         branches = BufferSet(backend, own, rows=s.branches, name=f'{family.name} branches')
     buffers['stop_ids'].tensor.copy_(_padded(s.stop_ids))
     family.load_constants(c, buffers, lambda fraction: tell('load', fraction))
+    # Stop ids end a stream; they do not change how a state is read.
     digest = weights_digest({b.name: b.tensor for b in buffers.by_role(Role.CONSTANT)
                              if b.name != 'stop_ids'})
     backend.synchronize()  # zeroing ran on another stream than the captures will
