@@ -74,6 +74,7 @@ class TickInput:
     ``subgoal``, ``prompt``, ``seed``: written into the state by this tick; None keeps what is
     latched. ``seed`` and both texts reach every row evaluated.
     ``noise``: float32 [rows, horizon, action_width], replaces the generated noise (parity tests).
+    ``best_of``: candidates of row 0 evaluated together, of which one is kept (``rows`` stays 1).
     The arrays are read when the tick starts: do not change them before its future is done.
     """
 
@@ -86,6 +87,22 @@ class TickInput:
     seed: int | None = None
     noise: NDArray[np.float32] | None = None
     rows: int = 1
+    best_of: int = 1
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """What a tick chose from, ``TickInput.best_of`` chunks of one observation.
+
+    ``actions``: float32 [n, horizon, action_dim]; the first is what a tick without choice gives.
+    ``scores``: float32 [n], of the session's selector, larger is better. ``spread``: how far they
+    disagree, the mean RMS distance of all pairs, in standard deviations of the actions.
+    """
+
+    actions: NDArray[np.float32]
+    scores: NDArray[np.float32]
+    spread: float
+    selected: int
 
 
 @dataclass(frozen=True)
@@ -95,6 +112,7 @@ class Chunk:
     ``actions``: float32 [rows, horizon, action_dim], absolute targets in physical units.
     ``tick``: number of ticks committed before this one. ``subgoal_sequence``: of the latched one.
     ``segments_us``: microseconds of each segment. ``graph_keys``: segment -> ShapeKey replayed.
+    ``candidates``: what ``actions`` were chosen from, None where there was no choice.
     """
 
     actions: NDArray[np.float32]
@@ -102,6 +120,7 @@ class Chunk:
     subgoal_sequence: int
     segments_us: Mapping[str, float] = field(default_factory=dict)
     graph_keys: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    candidates: Candidates | None = None
 
     @property
     def rows(self) -> int:
@@ -133,6 +152,9 @@ class Session(Protocol):
 
     @property
     def plan_keys(self) -> Mapping[int, Mapping[str, tuple[Any, ...]]]: ...
+
+    @property
+    def best_of_keys(self) -> Mapping[int, Mapping[str, tuple[Any, ...]]]: ...
 
     def submit(self, tick_input: TickInput, rows: int | None = None) -> Future[Chunk]:
         """Check the input and queue one tick; any thread."""

@@ -282,7 +282,7 @@ def test_earlier_segments_leave_the_state_as_it_was(session):
     before = state_of(session)
     seen = observation(prompt=(9,), seed=3)
     session.lane.call(lambda: write_input(seen, 1, session.buffers, session.config)).result()
-    vision, prefix, denoise = session._plans[1].segments
+    vision, prefix, denoise = session._plans[(1,)].segments
     for segment in (vision, prefix):
         session.lane.call(partial(segment.graph.replay, segment.key, session.lane)).result()
         assert equal_states(before, state_of(session)), segment.label

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from flashrt_core.errors import OutOfMemory
 from flashrt_core.policies.normalise import affine
 from flashrt_core.policies.pi0.config import load_config
 from flashrt_core.policies.pi0.config import Pi0Config
+from flashrt_core.policies.pi0.graphs import BEST
 from flashrt_core.policies.pi0.graphs import forward_of
 from flashrt_core.policies.pi0.graphs import make_graphs
 from flashrt_core.policies.pi0.layout import buffer_specs
@@ -155,19 +157,24 @@ def use_threads(c: Pi0Config, backend: Backend) -> None:
         torch.set_num_threads(c.cpu_threads)
 
 
-def capture_plans(c: Pi0Config, buffers: BufferSet, lane: Lane, tell: Progress) -> dict[int, Plan]:
-    """Capture every graph key and return one plan a row count: vision | prefix | denoise."""
+def capture_plans(
+    c: Pi0Config, buffers: BufferSet, lane: Lane, tell: Progress
+) -> dict[tuple[Hashable, ...], Plan]:
+    """Capture every graph key; return plans vision | prefix | denoise by (rows,) or (n, BEST)."""
     vision, prefix, denoise = make_graphs(c, buffers)
     views = len(c.views)
-    plans: dict[int, Plan] = {}
-    for i, rows in enumerate(c.row_keys):
-        tell('capture', i / len(c.row_keys))
-        plan = Plan(f'{c.family} tick, {rows} rows')
+    plans: dict[tuple[Hashable, ...], Plan] = {}
+    wanted: list[tuple[Hashable, ...]] = [(rows,) for rows in c.row_keys]
+    wanted += [(n, BEST) for n in c.best_of_keys]
+    for i, kind in enumerate(wanted):
+        tell('capture', i / len(wanted))
+        plan = Plan(f'{c.family} tick, {kind[0]} {"candidates" if kind[1:] else "rows"}')
         last: tuple[int, ...] = ()
-        for graph, key in ((vision, (views,)), (prefix, (views,)), (denoise, (views, rows))):
+        keys: list[tuple[Hashable, ...]] = [(views,), (views,), (views, *kind)]
+        for graph, key in zip((vision, prefix, denoise), keys):
             graph.capture(key, lane)
             last = (plan.add(graph, key, after=last),)
         plan.check()
-        plans[rows] = plan
+        plans[kind] = plan
     tell('capture', 1.0)
     return plans

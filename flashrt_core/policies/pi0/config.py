@@ -23,6 +23,7 @@ from flashrt_core.nn import SiglipDims
 from flashrt_core.policies import chunking
 from flashrt_core.policies.normalise import check_statistics
 from flashrt_core.policies.normalise import Statistics
+from flashrt_core.policies.selectors import SELECTORS
 
 FAMILIES = ('pi0', 'pi05')
 RESERVED = {'state', 'prompt', 'subgoal', 'noise', 'action'}
@@ -46,6 +47,8 @@ class Pi0Config:
     ``ensemble_decay``: how much more an older chunk weighs, of the mode 'ensemble'.
     ``rtc_steps``: first steps of a chunk that are guided, with weights by ``rtc_schedule`` and at
     most ``rtc_max_guidance``, of the mode 'rtc'.
+    ``best_of_keys``: numbers of candidates captured, of which ``selector`` keeps one a tick, see
+    policies/selectors.py; at most ``rows``.
     ``weights``: a safetensors file or folder; empty = random from ``weight_seed``.
     ``statistics_file``: of openpi or LeRobot; empty = found beside the weights. Not looked for
     where ``statistics`` are given or the weights are random.
@@ -88,6 +91,8 @@ class Pi0Config:
     dtype: str = 'float32'
     rows: int = 1
     row_keys: tuple[int, ...] = (1,)
+    best_of_keys: tuple[int, ...] = ()
+    selector: str = 'medoid'
     seed: int = 0
     weights: str = ''
     weight_seed: int = 0
@@ -134,8 +139,8 @@ class Pi0Config:
     def layout(self) -> dict[str, str]:
         """Return what decides how a state is read: all but paths, rows and first values."""
         skipped = (
-            'weights weight_seed rows row_keys seed tokenizer cpu_threads statistics_file '
-            'statistics normalisation'
+            'weights weight_seed rows row_keys best_of_keys selector seed tokenizer cpu_threads '
+            'statistics_file statistics normalisation'
         ).split()
         record = {k: v for k, v in asdict(self).items() if k not in skipped}
         record |= {f'statistics.{k}': v for k, v in vars(self.statistics).items()}
@@ -250,6 +255,14 @@ def check(c: Pi0Config) -> None:
         (
             bool(c.row_keys) and all(1 <= k <= c.rows for k in c.row_keys) and 1 in c.row_keys,
             f'row_keys {c.row_keys} must hold 1 and stay within rows {c.rows}',
+        ),
+        (
+            all(2 <= n <= c.rows for n in c.best_of_keys),
+            f'best_of_keys {c.best_of_keys} must lie between 2 and rows {c.rows}',
+        ),
+        (
+            c.selector in SELECTORS,
+            f'selector {c.selector!r} is unknown; choose from {sorted(SELECTORS)}',
         ),
         (
             0 <= c.seed < 2**63 and 0 <= c.weight_seed < 2**63,

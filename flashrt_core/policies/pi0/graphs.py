@@ -1,7 +1,8 @@
 """The three segments of a Pi0 tick: vision | prefix | denoise, over a session's buffers.
 
 Bodies read ``b``, the bound tensors by name. Every size comes from the config and the key
-``(views, rows)``, every value from device data. The last body alone writes STATE.
+``(views, rows)`` or ``(views, candidates, BEST)``, every value from device data. The last body
+alone writes STATE.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ from flashrt_core.policies.pi0 import pi05
 from flashrt_core.policies.pi0 import pi05_fast
 from flashrt_core.policies.pi0.config import Pi0Config
 from flashrt_core.policies.pi0.model import Guide
+from flashrt_core.policies.selectors import select
 from flashrt_core.runtime import BufferSet
 from flashrt_core.runtime import Graph
 from flashrt_core.runtime import ShapeKey
 from flashrt_core.runtime.philox import normal_torch
 
 Ports = Mapping[str, Tensor]
+BEST = 'best'  # in a key: the rows are candidates of row 0, of which one is kept
 
 
 # Beginnings of the names that each segment reads or writes.
@@ -42,6 +45,7 @@ PORTS = {
     'denoise': (
         'input.', 'next.', 'prefix_', 'table.', 'state_in', 'action_in', 'time_mlp', 'expert.',
         'action_out', *layout.STATE, *layout.MODE_STATE, 'host.actions', 'host.report',
+        'host.scores', 'host.spread',
     ),
 }  # fmt: skip
 
@@ -124,78 +128,99 @@ def language(c: Pi0Config, b: Ports) -> tuple[Tensor, Tensor]:
 
 
 def denoise_body(c: Pi0Config, forward: ModuleType, b: Ports, key: ShapeKey) -> None:
-    """Turn noise into actions, join them to the previous chunk, commit the state, copy out."""
-    rows = int(key[1])  # type: ignore[call-overload]
+    """Turn noise into actions, join them to the previous chunk, commit the state, copy out.
+
+    Candidates all start from row 0's state and differ by branch number; the one that is kept goes
+    on in row 0, whose seed and branch stay, so row 0's noise is that of a single run.
+    """
+    rows, best = int(key[1]), key[2:] == (BEST,)  # type: ignore[call-overload]
     control = b['input.control']
-    seed = torch.where(control[layout.SEED_FLAG] > 0, control[layout.SEED], b['seed'][:rows])
+    held = {name: _rows_of(b[name], rows, best) for name in layout.state_names(c)}
+    seed = torch.where(control[layout.SEED_FLAG] > 0, control[layout.SEED], held['seed'])
+    branch = held['branch']
+    if best:
+        branch = branch + torch.arange(rows, device=branch.device)
     noise = torch.empty((rows, c.horizon, c.action_width), device=seed.device)
-    normal_torch(seed, b['branch'][:rows], b['tick'][:rows], noise)
+    normal_torch(seed, branch, held['tick'], noise)
     noise = torch.where(control[layout.NOISE_FLAG] > 0, b['input.noise'][:rows], noise)
 
     joints = b['input.state']
     own = F.pad(joints, (0, max(0, c.action_dim - c.state_dim)))[: c.action_dim]
     state = (joints - b['table.state_mean']) / b['table.state_std']
     state = F.pad(state, (0, c.state_width - c.state_dim))
-    guide = rtc_guide(c, b, rows, own) if c.chunk_mode == 'rtc' else None
+    guide = rtc_guide(c, b, held, own) if c.chunk_mode == 'rtc' else None
     raw = forward.denoise(noise, state, b['prefix_kv'], b['prefix_mask'], b, c, guide)
     actions = raw[..., : c.action_dim] * b['table.action_std'] + b['table.action_mean']
     if c.relative:
         actions = actions + own * b['table.relative']
     written = {'raw_chunk': raw, 'anchor': own.expand(rows, -1)}
-    chunk = join(c, b, rows, actions, written)
-
-    b['host.report'].copy_(
-        torch.stack([b['tick'][0], b['next.subgoal_sequence']]), non_blocking=True
-    )
-    b['host.actions'][:rows].copy_(chunk, non_blocking=True)
-    b['seed'][:rows].copy_(seed)
-    b['tick'][:rows].add_(1)
-    for name in layout.NEXT:
-        b[name][:rows].copy_(b[f'next.{name}'].expand_as(b[name][:rows]))
+    chunk = join(c, b, held, actions, written)
     written['previous_chunk'] = chunk
     written['queue_index'] = control[layout.DELAY_STEPS].expand(rows)
-    for name, value in written.items():
-        if name in b:
-            b[name][:rows].copy_(value)
+    written['seed'] = seed
+    written['tick'] = held['tick'] + 1
+    for name in layout.NEXT:
+        written[name] = b[f'next.{name}'].expand_as(held[name])
+
+    kept = torch.zeros_like(control[0])
+    if best:
+        found = select(chunk / b['table.action_std'], c.selector)
+        kept = found.selected
+        b['host.scores'][:rows].copy_(found.scores, non_blocking=True)
+        b['host.spread'].copy_(found.spread, non_blocking=True)
+        written = {n: v.index_select(0, kept.view(1)) for n, v in written.items()}
+    b['host.report'].copy_(
+        torch.stack([held['tick'][0], b['next.subgoal_sequence'], kept]), non_blocking=True
+    )
+    b['host.actions'][:rows].copy_(chunk, non_blocking=True)
+    for name in held:
+        if name in written:
+            b[name][: 1 if best else rows].copy_(written[name])
 
 
-def overlap(c: Pi0Config, b: Ports, rows: int) -> chunking.Overlap:
+def _rows_of(state: Tensor, rows: int, best: bool) -> Tensor:
+    """Return the state of each row, or for candidates row 0's, once for each."""
+    return state[:1].expand(rows, *state.shape[1:]).contiguous() if best else state[:rows]
+
+
+def overlap(c: Pi0Config, b: Ports, held: Ports) -> chunking.Overlap:
     """Return where the new chunk's steps lie in the previous one; nowhere in a first tick."""
-    start = b['queue_index'][:rows] + b['input.control'][layout.STEPS_EXECUTED]
-    return chunking.overlap(start, b['tick'][:rows] > 0, c.horizon)
+    start = held['queue_index'] + b['input.control'][layout.STEPS_EXECUTED]
+    return chunking.overlap(start, held['tick'] > 0, c.horizon)
 
 
-def join(c: Pi0Config, b: Ports, rows: int, new: Tensor, written: dict[str, Tensor]) -> Tensor:
+def join(
+    c: Pi0Config, b: Ports, held: Ports, new: Tensor, written: dict[str, Tensor]
+) -> Tensor:
     """Join new [R, H, A] to the previous chunk by the mode of ``c``; state goes to ``written``.
 
     'rtc' repeats the steps that pass before the chunk comes into play as they are being played.
     """
     if c.chunk_mode == 'sync':
         return new
-    where = overlap(c, b, rows)
+    where = overlap(c, b, held)
     if c.chunk_mode == 'ensemble':
-        mean, counts = b['previous_chunk'][:rows], b['chunk_counts'][:rows]
         out, written['chunk_counts'] = chunking.ensemble(
-            new, mean, counts, where, c.ensemble_decay
+            new, held['previous_chunk'], held['chunk_counts'], where, c.ensemble_decay
         )
         return out
     steps = c.blend_steps if c.chunk_mode == 'blend' else 0
     delay = b['input.control'][layout.DELAY_STEPS]
-    return chunking.blend(new, b['previous_chunk'][:rows], where, delay, steps)
+    return chunking.blend(new, held['previous_chunk'], where, delay, steps)
 
 
-def rtc_guide(c: Pi0Config, b: Ports, rows: int, joints: Tensor) -> Guide:
+def rtc_guide(c: Pi0Config, b: Ports, held: Ports, joints: Tensor) -> Guide:
     """Return the guide of a tick: every step of the flow is led towards the left-over."""
-    where = overlap(c, b, rows)
-    previous = b['raw_chunk'][:rows]
+    where = overlap(c, b, held)
+    previous = held['raw_chunk']
     if c.relative:
         previous = chunking.reanchored(
-            previous, b['anchor'][:rows], joints, b['table.relative'], b['table.action_std']
+            previous, held['anchor'], joints, b['table.relative'], b['table.action_std']
         )
     left_over = where.take(previous)
-    start = b['queue_index'][:rows] + b['input.control'][layout.STEPS_EXECUTED]
+    start = held['queue_index'] + b['input.control'][layout.STEPS_EXECUTED]
     end = (c.horizon - start).clamp(0, c.rtc_steps)
-    delay = b['input.control'][layout.DELAY_STEPS].expand(rows)
+    delay = b['input.control'][layout.DELAY_STEPS].expand_as(start)
     prefix = chunking.prefix_weights(c.rtc_schedule, delay, end, c.horizon)
     usable = where.held & left_over.isfinite().all(-1)
     prefix = torch.where(usable, prefix, torch.zeros_like(prefix))[..., None]  # [R, H, 1]

@@ -29,6 +29,8 @@ VIEW_MASK = 5
 # and in Pi0.5 state_text [length, tokens...].
 PROMPT_HEAD, SUBGOAL_HEAD, STATE_TEXT_HEAD = 2, 3, 1
 
+REPORT = 3  # of a tick: its number, the subgoal's sequence, which candidate was kept
+
 INPUTS = ('images', 'control', 'prompt', 'subgoal', 'state', 'noise')
 STATE = (  # of the chunk mode 'blend'; see state_names for the others
     'seed', 'branch', 'tick', 'prompt_tokens', 'prompt_length', 'subgoal_tokens', 'subgoal_length',
@@ -139,7 +141,9 @@ def buffer_specs(c: Pi0Config) -> list[BufferSpec]:
     specs += [BufferSpec(n, Role.SCRATCH, dtype, shape, rows=False) for n, dtype, shape in scratch]
     specs += [
         BufferSpec('host.actions', Role.OUTPUT, F32, (c.horizon, c.action_dim), host=True),
-        BufferSpec('host.report', Role.OUTPUT, I64, (2,), host=True, rows=False),
+        BufferSpec('host.report', Role.OUTPUT, I64, (REPORT,), host=True, rows=False),
+        BufferSpec('host.scores', Role.OUTPUT, F32, (), host=True),
+        BufferSpec('host.spread', Role.OUTPUT, F32, (), host=True, rows=False),
     ]
     constants = {name: (s.dtype, s.shape) for name, s in weight_specs(c).items()}
     constants |= {name: (t.dtype, tuple(t.shape)) for name, t in tables(c).items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from collections.abc import Mapping
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -17,11 +18,13 @@ from flashrt_core.errors import LaneError
 from flashrt_core.errors import LaneTimeout
 from flashrt_core.errors import MissingKey
 from flashrt_core.policies.pi0.config import Pi0Config
+from flashrt_core.policies.pi0.graphs import BEST
 from flashrt_core.policies.pi0.inputs import check_input
 from flashrt_core.policies.pi0.inputs import check_range
 from flashrt_core.policies.pi0.inputs import write_input
 from flashrt_core.policies.pi0.layout import ports
 from flashrt_core.policies.prompts import StateText
+from flashrt_core.policies.protocol import Candidates
 from flashrt_core.policies.protocol import Chunk
 from flashrt_core.policies.protocol import TickInput
 from flashrt_core.policies.text import Tokenizer
@@ -51,13 +54,14 @@ class Pi0Session:
         config: Pi0Config,
         buffers: BufferSet,
         lane: Lane,
-        plans: Mapping[int, Plan],
+        plans: Mapping[tuple[Hashable, ...], Plan],
         boundary: Boundary,
         tokenizer: Tokenizer | None = None,
         state_text: StateText | None = None,
     ) -> None:
         """Take over what ``Pi0Policy.bind`` made.
 
+        :param plans: by (rows,), and by (candidates, BEST).
         :param tokenizer: turns a prompt or subgoal into this family's form of it.
         :param state_text: of Pi0.5, turns the state of a tick into token ids.
         """
@@ -69,8 +73,12 @@ class Pi0Session:
         self.ports = ports(config)
         self.state_text = state_text
         self._plans = dict(plans)
+        keys = {kind: {s.label: s.key for s in plan.segments} for kind, plan in plans.items()}
         self.plan_keys: dict[int, dict[str, tuple[Any, ...]]] = {
-            rows: {s.label: s.key for s in plan.segments} for rows, plan in plans.items()
+            rows: keys[(rows,)] for rows in config.row_keys
+        }
+        self.best_of_keys: dict[int, dict[str, tuple[Any, ...]]] = {
+            n: keys[n, BEST] for n in config.best_of_keys
         }
 
     def submit(self, tick_input: TickInput, rows: int | None = None) -> Future[Chunk]:
@@ -79,28 +87,38 @@ class Pi0Session:
         The future cannot be cancelled: drop a tick with ``lane.at_segment_end``. Its callbacks run
         on the lane thread. State and chunk are both committed or, if it raises, neither.
 
-        :param rows: branches to evaluate, ``tick_input.rows`` if not given; a captured row count.
+        :param rows: branches to evaluate, ``tick_input.rows`` if not given; a captured row count,
+            1 where the input asks for the best of several.
         :raises ObservationError, ConfigError: the input, before anything is queued.
-        :raises MissingKey: a row count within the bound that was not captured.
+        :raises MissingKey: a row or candidate count within the bound that was not captured.
         :raises SessionPoisoned: a restore failed half-way (also through the future).
         """
         rows = tick_input.rows if rows is None else rows
+        n = tick_input.best_of
         self.boundary.check_usable()
-        check_input(tick_input, rows, self.config)
-        plan = self._plans.get(rows)
+        check_range('best_of', n, 1, self.config.rows)
+        if n > 1 and rows != 1:
+            raise ConfigError(f'best_of is {n} and rows {rows}; leave rows at 1 to keep the best')
+        check_input(tick_input, rows if n == 1 else n, self.config)
+        plan = self._plans.get((rows,) if n == 1 else (n, BEST))
         if plan is None:
+            what, held, key = (
+                (f'rows {rows}', self.plan_keys, 'row_keys')
+                if n == 1
+                else (f'the best of {n}', self.best_of_keys, 'best_of_keys')
+            )
             raise MissingKey(
-                f'no plan was captured for rows {rows}; captured are {sorted(self._plans)}; '
-                'use one of them or add it to row_keys'
+                f'no plan was captured for {what}; captured are {sorted(held)}; '
+                f'use one of them or add it to {key}'
             )
 
         def before() -> None:
             self.boundary.check_usable()
-            write_input(tick_input, rows, self.buffers, self.config, self.state_text)
+            write_input(tick_input, max(rows, n), self.buffers, self.config, self.state_text)
 
         result: Future[Chunk] = Future()
         result.set_running_or_notify_cancel()
-        run = self.lane.run(plan, before, lambda: self._read_chunk(rows))
+        run = self.lane.run(plan, before, lambda: self._read_chunk(rows, n))
         run.add_done_callback(lambda done: _hand_over(done, result))
         return result
 
@@ -185,10 +203,21 @@ class Pi0Session:
             )
         return int(row)
 
-    def _read_chunk(self, rows: int) -> Chunk:
+    def _read_chunk(self, rows: int, best_of: int) -> Chunk:
         """Copy the outputs of the tick that just ended; lane thread."""
-        tick, sequence = self.buffers['host.report'].tensor.tolist()
-        actions = self.buffers['host.actions'].tensor[:rows].numpy().copy()
+        tick, sequence, kept = self.buffers['host.report'].tensor.tolist()
+        actions = self.buffers['host.actions'].tensor[: max(rows, best_of)].numpy().copy()
+        if best_of > 1:
+            candidates = Candidates(
+                actions,
+                self.buffers['host.scores'].tensor[:best_of].numpy().copy(),
+                float(self.buffers['host.spread'].tensor),
+                kept,
+            )
+            keys = self.best_of_keys[best_of]
+            return Chunk(
+                actions[kept : kept + 1].copy(), tick, sequence, {}, keys, candidates
+            )
         return Chunk(actions, tick, sequence, graph_keys=self.plan_keys[rows])
 
 
