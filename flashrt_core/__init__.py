@@ -7,14 +7,15 @@ from typing import Any
 __all__ = [
     'Backend', 'Boundary', 'Buffer', 'BufferSet', 'BufferSpec', 'Capsule', 'CapsuleStore', 'Chunk',
     'Event', 'FlashrtError', 'Graph', 'Identity', 'Kind', 'Lane', 'LaneResult', 'Mark',
-    'MemoryInfo', 'Plan', 'PortSpec', 'Role', 'ShapeKey', 'SubgoalWrite', 'TickInput',
-    'cpu_backend', 'cuda_backend', 'make_policy', 'pick_backend',
+    'MemoryInfo', 'Options', 'Plan', 'PortSpec', 'Role', 'ShapeKey', 'SubgoalWrite', 'TickInput',
+    'cpu_backend', 'cuda_backend', 'make_planner', 'make_policy', 'pick_backend',
 ]
 
 _ROOM_OF = {
     'FlashrtError': 'errors',
     **dict.fromkeys(('Boundary', 'Capsule', 'CapsuleStore', 'Identity', 'Mark'), 'capsule'),
     **dict.fromkeys(('Chunk', 'PortSpec', 'SubgoalWrite', 'TickInput', 'make_policy'), 'policies'),
+    **dict.fromkeys(('Options', 'make_planner'), 'planners'),
 }
 
 
