@@ -221,6 +221,7 @@ def prime(buffers: BufferSet, branches: BufferSet | None) -> None:
     buffers['host.parameters'].tensor.copy_(buffers['parameters'].tensor[0])
     if branches is not None:
         branches.arena.copy_(buffers.arena.expand_as(branches.arena))
+    buffers.backend.synchronize()  # a capture warms up on another stream
 
 
 def use_threads(s: Settings, backend: Backend) -> None:
