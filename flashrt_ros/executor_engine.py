@@ -337,7 +337,8 @@ class Engine:
             resync = control.holds.phase is Phase.RESYNC
             start = control.player.begin_tick()
             prepared = self.book.prepare(
-                observation, verdicts, start, 0 if resync else self._delay(), resync)
+                observation, verdicts, start, 0 if resync else self._delay(), resync,
+                self._parameters['best_of'])
             collected = time.perf_counter()
             future = self._running = self.session.submit(prepared.tick_input)
             self._tick_step, self._urgent = start.at_step, False

@@ -102,6 +102,7 @@ class ExecutorNode(SafeLifecycleNode):
         self.services_made = ExecutorServices(self)
         self._episodes = EpisodeServer(self)
         self.parameters.add_check(self._check_prompt)
+        self.parameters.add_check(self._check_best_of)
         self.parameters.on_change(self._parameter_changed)
         self.parameters.on_refusal(self.count_refusal)
         self._clock_reader = RosClock(
@@ -125,6 +126,7 @@ class ExecutorNode(SafeLifecycleNode):
         backend = pick_backend(self.parameters['device'], self.parameters['stream_priority'])
         self._session = session = make_policy(self.parameters['policy']).bind(
             backend, policy_config(self.parameters), self._told)
+        self._check_best_of(self.parameters)
         self._tokenizer = session.tokenizer
         self.store = store = CapsuleStore(
             backend, self.parameters['capsule_gpu_bytes'], self.parameters['capsule_host_bytes'],
@@ -302,6 +304,14 @@ class ExecutorNode(SafeLifecycleNode):
         self.control.clear(END)
 
     # -- parameters -----------------------------------------------------------------------------
+
+    def _check_best_of(self, values: Mapping[str, Any]) -> None:
+        if self._session is not None:
+            n, held = values['best_of'], sorted(self._session.best_of_keys)
+            if n > 1 and n not in held:
+                raise ParameterInvalid(
+                    f'parameter best_of is {n}; captured are {held}: give one of them or 1, or '
+                    "add it to best_of_keys of the policy's config")
 
     def _check_prompt(self, values: Mapping[str, Any]) -> None:
         if values['prompt'] and self.engine is not None:

@@ -48,6 +48,9 @@ SPECS = (
                   choices=('policy', *MODES), read_only=True),
     ParameterSpec('tick_period_steps', 8, 'steps between two ticks; without effect in sync',
                   1, 1000),
+    ParameterSpec('best_of', 1,
+                  'candidates evaluated in each tick, of which one is played; above 1 it must be '
+                  "one of best_of_keys of the policy's config", 1, 16),
     ParameterSpec('delay_window_chunks', 8,
                   'the next chunk is expected as late, in steps, as the latest of so many chunks',
                   1, 1000, read_only=True),

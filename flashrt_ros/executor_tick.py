@@ -135,10 +135,12 @@ class TickBook:
         start: TickStart,
         delay_steps: int,
         resync: bool,
+        best_of: int = 1,
     ) -> Prepared:
         """Build the input of a tick.
 
         :param delay_steps: steps expected to pass before its chunk comes into play.
+        :param best_of: candidates evaluated, of which one is kept.
         :param resync: the robot stood still; what is left of the previous chunk is not its past.
         """
         self._robot.fill_state(observation.joints, self._state)
@@ -151,6 +153,7 @@ class TickBook:
             subgoal=None if subgoal is None else SubgoalWrite(subgoal.sequence, subgoal.tokens),
             prompt=self.pending.prompt,
             seed=self.pending.seed,
+            best_of=best_of,
         )
         given = self.pending.seed
         return Prepared(tick_input, observation, verdicts, start, self.pending,
@@ -206,7 +209,12 @@ class TickTimes:
 
 def graph_keys(chunk: Chunk) -> list[str]:
     """Return the graph keys of a chunk in the order of its segments, for messages."""
-    return [f'{segment}{_key_text(key)}' for segment, key in chunk.graph_keys.items()]
+    return key_texts(chunk.graph_keys)
+
+
+def key_texts(keys: Mapping[str, Any]) -> list[str]:
+    """Return the graph keys of a plan by segment, as messages carry them."""
+    return [f'{segment}{_key_text(key)}' for segment, key in keys.items()]
 
 
 def _key_text(key: Any) -> str:

@@ -17,6 +17,7 @@ from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+import torch
 
 from flashrt_core.capsule import CapsuleInfo
 from flashrt_core.capsule import CapsuleStore
@@ -25,6 +26,7 @@ from flashrt_core.errors import DeviceLost
 from flashrt_core.errors import LaneBusy
 from flashrt_core.errors import ParameterInvalid
 from flashrt_core.policies.protocol import Chunk
+from flashrt_core.policies.selectors import select
 from flashrt_ros.capsule_services import saved
 from flashrt_ros.executor_engine import Engine
 from flashrt_ros.executor_tick import Pending
@@ -207,20 +209,21 @@ class Verbs:
             prepared = engine.prepare_fork(observation, verdicts)
             chunk = self._wait(session.submit(replace(prepared.tick_input, rows=n)), 'fork')
             actions = np.stack([engine.book.robot_actions(chunk, prepared, row) for row in rows])
-            scores, spread = medoid_scores(actions)
-            selected = int(np.argmax(scores))
+            found = select(torch.from_numpy(actions))
+            selected = int(found.selected)
             chosen = selected if commit == COMMIT_SELECTED else commit
             if chosen >= 0:
                 self._wait(session.commit_branch(chosen), 'fork')
                 committed_seed = seeds[chosen] if seeds else seed
                 prepared = replace(prepared, seed=lambda: committed_seed)
-            found = Branches(actions, scores, spread, selected, max(chosen, -1), chunk, prepared)
+            branches = Branches(actions, found.scores.numpy(), float(found.spread), selected,
+                                max(chosen, -1), chunk, prepared)
         except BaseException:
             self._back_to(here)
             raise
-        if found.committed < 0:
+        if branches.committed < 0:
             self._back_to(here)
-        return found
+        return branches
 
     def _mark_here(self) -> Any:
         ring = self._session.boundary.ring
@@ -280,16 +283,3 @@ class Verbs:
         self._named += 1
         progress = self._control.progress
         return f'e{progress.episode}-t{progress.tick}-{self._named}'
-
-
-def medoid_scores(actions: NDArray[np.float64]) -> tuple[NDArray[np.float64], float]:
-    """Return minus the mean RMS distance of each branch to the others, and the mean of all pairs.
-
-    :param actions: float64 [n, horizon, joints].
-    """
-    n = len(actions)
-    flat = actions.reshape(n, -1)
-    distance = np.sqrt(np.mean((flat[:, None, :] - flat[None, :, :]) ** 2, axis=2))
-    if n == 1:
-        return np.zeros(1), 0.0
-    return -distance.sum(axis=1) / (n - 1), float(distance.sum() / (n * (n - 1)))

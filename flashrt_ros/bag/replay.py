@@ -29,6 +29,7 @@ from flashrt_ros.conversions import digest
 from flashrt_ros.conversions import JointReader
 from flashrt_ros.conversions import stamp_to_ns
 from flashrt_ros.embodiment import Embodiment
+from flashrt_ros.executor_tick import key_texts
 from flashrt_ros.images import decode_compressed
 from flashrt_ros.images import decode_image
 from flashrt_ros.images import fit_view
@@ -196,10 +197,17 @@ class Replayer:
                 subgoal=self._subgoal(tick),
                 prompt=self._prompt,
                 seed=seed,
+                best_of=self._best_of(given),
             )
         ).result(_TIMEOUT_S)
         self._on_lane(lambda: self._store.mark(self._session.boundary))
         return chunk
+
+    def _best_of(self, given: Any) -> int:
+        """Return how many candidates the recorded plan had."""
+        replayed = list(given.graph_keys)
+        return next((n for n, keys in self._session.best_of_keys.items()
+                     if key_texts(keys) == replayed), 1)
 
     def _subgoal(self, tick: Tick) -> SubgoalWrite | None:
         sequence = int(tick.given.subgoal_sequence)

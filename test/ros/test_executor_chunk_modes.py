@@ -8,6 +8,7 @@ from _fake_policy import FakeConfig
 from _fake_policy import FakePolicy
 from _ros_fixtures import wait_until
 import pytest
+from rclpy.parameter import Parameter
 from test_executor_lockstep import run
 
 from flashrt_ros.executor_parameters import executor_parameters
@@ -61,6 +62,20 @@ def test_a_slow_policy_is_told_its_measured_delay_in_steps(tmp_path: Path) -> No
         assert told[0] == 0 and max(told) >= 2
         assert timing.expected_delay >= 2
         assert (timing.repeated, timing.skipped) == (0, 0)
+
+
+@pytest.mark.ros
+def test_best_of_is_taken_over_by_the_next_tick_and_only_what_was_captured(tmp_path: Path) -> None:
+    with rig(tmp_path, tick_period_steps=4) as r:
+        r.run()
+        given = r.policy.switches.inputs
+        assert {t.best_of for t in given} == {1}
+        (refused,) = r.executor.set_parameters([Parameter('best_of', value=3)])
+        assert not refused.successful and 'captured are [2]' in refused.reason
+        (taken,) = r.executor.set_parameters([Parameter('best_of', value=2)])
+        assert taken.successful, taken.reason
+        wait_until(lambda: given[-1].best_of == 2, 'a tick that chooses')
+        r.until_event('parameter', 'best_of')
 
 
 def test_the_parameter_sets_the_mode_over_whatever_config_is_named() -> None:
