@@ -161,6 +161,22 @@ def test_text_of_length_zero_clears_what_was_latched(session):
     assert int(state['prompt_length']) == int(state['subgoal_length']) == 0
 
 
+def test_a_prompt_change_captures_nothing_and_replays_the_same_keys(session, monkeypatch):
+    captures = []
+    capture = type(session.lane.backend).capture
+
+    def counted(*args: Any, **options: Any) -> Any:
+        captures.append(args)
+        return capture(*args, **options)
+
+    monkeypatch.setattr(type(session.lane.backend), 'capture', counted)
+    first = session.tick(observation(prompt=(1, 2, 3)))
+    again = session.tick(observation(prompt=(4, 5), steps_executed=SMALL.horizon))
+    assert not captures and session.lane.sealed
+    assert again.graph_keys == first.graph_keys
+    assert state_of(session)['prompt_tokens'].tolist() == [4, 5, 0, 0, 0, 0]
+
+
 # -- the seam between chunks --------------------------------------------------------------------
 
 
