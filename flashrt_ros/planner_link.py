@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import json
 import queue
 import threading
+import time
 from typing import Any
 
 from flashrt_core.errors import ServiceError
@@ -27,6 +28,7 @@ from flashrt_ros.srv import SetSubgoal
 
 Heard = Callable[[str, str, Mapping[str, Any]], None]  # kind, name, detail of an executor's event
 _CONFIGURED = (INACTIVE, ACTIVE)
+_LOOK_S = 0.02
 
 
 class LinkTimeout(ServiceError):
@@ -121,14 +123,29 @@ class RosLink:
     def base(self) -> Base:
         """Return the executor's episode and mark, as its latched status says.
 
+        Waits for an executor that is being discovered; not on the spinning thread.
+
         :raises WrongState: it has not been heard, or is not configured.
         """
+        deadline = time.monotonic() + self._node.parameters['link_timeout_s']
+        with self._answered:
+            while not self._met() and time.monotonic() < deadline:
+                self._answered.wait(_LOOK_S)  # nobody tells of a peer that was discovered
         status = self._status
         if status is None or status.state not in _CONFIGURED:
             state = 'silent' if status is None else status.state
             raise WrongState(f'executor {self._node.resolve_topic_name(self._name)} is {state}; '
                              'start and configure it, or set the parameter executor')
         return Base(status.episode, status.subgoal_requested)
+
+    def _met(self) -> bool:
+        """Whether status, answers and subgoals can pass; a message sent before that is lost."""
+        if self._status is None or self._status.state not in _CONFIGURED:
+            return False
+        if self.kind == 'service':
+            return bool(self._client.service_is_ready())
+        return self._publisher.get_subscription_count() > 0 and all(
+            self._node.count_publishers(made.topic_name) > 0 for made in self._made)
 
     def write(self, text: str, sequence: int, episode: int, priority: int,
               deadline_s: float) -> None:
@@ -152,6 +169,8 @@ class RosLink:
             told = self._answered.wait_for(lambda: sequence in self._answers, limit)
             self._awaited = 0
             reason = self._answers.pop(sequence, None)
+        if not told and self._status is not None and self._status.subgoal_requested == sequence:
+            return  # accepted, and the event was sent before this node had been discovered
         if not told or reason is None:
             raise LinkTimeout(f'the executor has not told within {limit:g} s whether it accepts '
                               f'subgoal {sequence}; is it there, and listening on `subgoal`?')
@@ -180,7 +199,9 @@ class RosLink:
             raise SubgoalRefused(f'[{reply.code}] {reply.message}')
 
     def _on_status(self, message: ExecutorStatus) -> None:
-        self._status = message
+        with self._answered:
+            self._status = message
+            self._answered.notify_all()
 
     def _on_event(self, message: Event) -> None:
         try:
