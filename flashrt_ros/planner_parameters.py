@@ -35,8 +35,8 @@ SPECS = (
     ParameterSpec('link', 'topic', 'topic: subgoals go out on `subgoal`; service: by '
                   '~/set_subgoal; in bringup they are written into the executor itself',
                   choices=('topic', 'service'), read_only=True),
-    ParameterSpec('link_timeout_s', 5.0, 'wait for the executor to be met, and to answer a subgoal',
-                  0.01, 60.0),
+    ParameterSpec('link_timeout_s', 5.0,
+                  'wait for the executor to be met, and to answer a subgoal', 0.01, 60.0),
     ParameterSpec('subgoal_deadline_s', 30.0,
                   'the executor holds when no next subgoal comes in this time; 0: never',
                   0.0, 3600.0),

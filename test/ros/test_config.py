@@ -31,6 +31,16 @@ def test_the_security_policy_lists_every_service_of_the_conductor():
     assert asked <= _texts(_enclave('operator'), 'service')
 
 
+def test_the_security_policy_lists_what_the_planner_creates():
+    sources = ''.join((ROOT / f'flashrt_ros/{name}.py').read_text() for name in (
+        'planner_outputs', 'planner_node', 'planner_link', 'capsule_services'))
+    topics = set(re.findall(r"(?:_publisher|_listen)\(\w+, '([^']+)'", sources))
+    services = set(re.findall(r"\('(\w+)', srv\.", sources))
+    assert {'subgoal_outcome', 'scene', '~/status', '~/events'} <= topics and len(services) == 7
+    assert topics <= _texts(_enclave('planner'), 'topic')
+    assert {f'~/{name}' for name in services} <= _texts(_enclave('planner'), 'service')
+
+
 def test_the_security_policy_lists_the_topics_the_executor_creates():
     source = (ROOT / 'flashrt_ros/executor_outputs.py').read_text()
     created = set(re.findall(r"_publisher\(\w+, '([^']+)'", source))

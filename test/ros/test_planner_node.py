@@ -65,7 +65,8 @@ def test_without_wait_the_result_comes_when_the_plan_is_decoded_and_it_goes_on(
 
 
 def test_a_dry_run_writes_nothing_and_needs_no_executor(tmp_path: Path) -> None:
-    with planner_rig(tmp_path, bound=False, executor='nobody', link_timeout_s=0.3) as (planner, robot):
+    with planner_rig(tmp_path, bound=False, executor='nobody',
+                     link_timeout_s=0.3) as (planner, robot):
         result = planner.goal(dry_run=True).result()
         assert result.success and list(result.subgoals) == [FIRST, SECOND]
         assert robot.executor.engine.slot.requested == 0
