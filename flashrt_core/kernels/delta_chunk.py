@@ -238,12 +238,19 @@ def selected(device: torch.device) -> bool:
 
 
 def check(device: torch.device, dtype: torch.dtype, tokens: tuple[int, int], HV: int, HK: int,
-          D: int, tolerance: float) -> bool:
-    """Return whether (T, valid) tokens agree with token by token within ``tolerance``."""
+          D: int, tolerance: float, alike: bool = False) -> bool:
+    """
+    Return whether (T, valid) tokens agree with token by token within ``tolerance``.
+
+    ``alike``: all tokens are the same, as in a repeated word; then no key is new to the state and
+    the inverse has its largest intermediate terms.
+    """
     T, valid = tokens
     C = 2 * HK * D + HV * D
     row = C + 2 * HV
     given = draw(device, dtype, T, row + -row % 16)
+    if alike:
+        given = given[:1].repeat(T, 1)
     given[valid:] = torch.nan
     channels, a, b = given[:, :row].split([C, HV, HV], dim=1)
     conv = draw(device, dtype, C, 4, seed=1)

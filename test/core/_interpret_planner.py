@@ -36,9 +36,10 @@ def decode_attention_() -> None:
 
 
 def delta_chunk_() -> None:
-    """Chunks that are full, short, padded and shorter than the convolution equal single tokens."""
+    """Chunks that are full, short, padded, shorter than the convolution, of one word repeated."""
     for tokens in ((16, 16), (64, 2), (200, 130), (128, 128)):
         assert delta_chunk.check(CPU, SINGLE, tokens, 2, 1, 16, EXACT), tokens
+    assert delta_chunk.check(CPU, SINGLE, (130, 130), 2, 1, 16, EXACT, alike=True)
 
 
 def prefill_attention_() -> None:
