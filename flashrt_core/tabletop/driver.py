@@ -1,0 +1,75 @@
+"""The small policy at the arm, in lock-step: pictures in, joint targets out, some steps a tick."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashrt_core.policies import make_policy
+from flashrt_core.policies.pi0.session import reset_state
+from flashrt_core.policies.protocol import SubgoalWrite
+from flashrt_core.policies.protocol import TickInput
+from flashrt_core.runtime import pick_backend
+from flashrt_core.tabletop.kinematics import LOWER_LIMITS
+from flashrt_core.tabletop.kinematics import UPPER_LIMITS
+from flashrt_core.tabletop.scene import render_state
+from flashrt_core.tabletop.state import WorldState
+from flashrt_core.tabletop.subgoals import DoneWatch
+from flashrt_core.tabletop.subgoals import encode_subgoal
+from flashrt_core.tabletop.subgoals import REPLAN
+from flashrt_core.tabletop.tasks import Goal
+
+
+class Driver:
+    """One bound policy and what is left of its chunk. One thread.
+
+    :param config: of the policy, see ``policies.pi0.load_config``.
+    ``done``: whether the policy says that its subgoal is done, see ``subgoals.DoneWatch``.
+    """
+
+    def __init__(self, config: Any, device: str = 'cpu') -> None:
+        self.session = make_policy('pi0').bind(
+            pick_backend(device), str(config) if isinstance(config, Path) else config)
+        self._size = self.session.config.vision.image_size
+        self._goal: Goal | None = None
+        self._sequence = 0
+        self._played = 0
+        self._seed = 0
+        self._chunk: NDArray[np.float32] | None = None
+        self._watch = DoneWatch()
+        self.done = False
+
+    def act(self, state: WorldState, goal: Goal) -> NDArray[np.float64]:
+        """Return the joint target of the next step, float64 [4]; a new goal is a new chunk."""
+        if self._chunk is None or goal != self._goal or self._played == REPLAN:
+            self._tick(state, goal)
+        assert self._chunk is not None
+        target = self._chunk[self._played, :4].astype(np.float64)
+        self._played += 1
+        return np.clip(target, LOWER_LIMITS, UPPER_LIMITS)
+
+    def reset(self, seed: int) -> None:
+        """Begin anew: what follows depends on ``seed`` alone, not on ticks before."""
+        buffers, config = self.session.buffers, self.session.config
+        self.session.lane.call(lambda: reset_state(buffers, config)).result()
+        self._goal, self._chunk, self._played, self._seed = None, None, 0, seed
+        self._watch.clear()
+        self.done = False
+
+    def _tick(self, state: WorldState, goal: Goal) -> None:
+        subgoal = None
+        if goal != self._goal:
+            self._goal, self._sequence = goal, self._sequence + 1
+            self._watch.clear()
+            subgoal = SubgoalWrite(self._sequence, encode_subgoal(goal))
+        images = {view: render_state(state, view, self._size) for view in ('top', 'wrist')}
+        chunk = self.session.tick(TickInput(
+            images, state.joints.astype(np.float32), steps_executed=self._played,
+            subgoal=subgoal, seed=self._seed if self._chunk is None else None))
+        self._chunk, self._played = chunk.actions[0], 0
+        self.done = self._watch.observe(self._chunk)
+
+    def close(self) -> None:
+        """Free the session."""
+        self.session.close()

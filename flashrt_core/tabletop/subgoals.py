@@ -1,0 +1,109 @@
+"""Subgoals as the small policy reads them, how they are drawn, and when one counts as done.
+
+A subgoal is a ``tasks.Goal``; its text fills the policy's subgoal slot (or, to the same effect,
+its prompt slot). The policy says itself when it is done: the last action is a probability.
+"""
+
+from collections.abc import Sequence
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashrt_core.policies.text import WordTokenizer
+from flashrt_core.tabletop.instructions import HELD_OUT_PAIRS
+from flashrt_core.tabletop.state import WorldState
+from flashrt_core.tabletop.tasks import Goal
+from flashrt_core.tabletop.tasks import goal_reached
+
+SLOTS = 8  # text tokens of the longest subgoal
+DONE = 4  # the action that says, from 0 to 1, whether the subgoal holds
+REPLAN = 8  # steps of a chunk that are played
+TICKS_IN_A_ROW = 2  # that must say done
+
+# No table of the training set has a block whose centre lies in one of these discs at the start.
+HELD_OUT_SPOTS_M = ((0.36, 0.16), (0.52, -0.12))
+HELD_OUT_RADIUS_M = 0.04
+_MOST_IN_A_ZONE = 2
+_WORDS = WordTokenizer()
+
+
+def encode_subgoal(goal: Goal | None) -> list[int]:
+    """Return the token ids of a subgoal, at most ``SLOTS``; none for no subgoal."""
+    return [] if goal is None else _WORDS.encode(str(goal), SLOTS)
+
+
+class DoneWatch:
+    """Decides from a policy's chunks when a subgoal is done; one thread."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what was said, as for a new subgoal."""
+        self._said = 0
+
+    def observe(self, actions: NDArray[np.float32]) -> bool:
+        """Take one tick's actions ``[horizon, > DONE]``; return whether the subgoal is done.
+
+        The first step counts: it says how things stand as that tick saw them. One tick alone is
+        now and then wrong while the arm comes to rest.
+        """
+        self._said = self._said + 1 if actions[0, DONE] > 0.5 else 0
+        return self._said >= TICKS_IN_A_ROW
+
+
+def in_held_out_spot(state: WorldState) -> bool:
+    """Say whether a block lies where no block of a training table lies at the start."""
+    return any(
+        math.dist(block, spot) < HELD_OUT_RADIUS_M
+        for block in state.blocks[:, :2].tolist()
+        for spot in HELD_OUT_SPOTS_M
+    )
+
+
+def draw_goal(
+    rng: np.random.Generator,
+    state: WorldState,
+    verb: str = '',
+    pairs: str = 'any',
+) -> Goal | None:
+    """Draw a subgoal for this table that does not hold yet, None where there is none.
+
+    :param verb: 'put', 'pick' or 'home'; empty draws one.
+    :param pairs: of block and zone colour: 'any', 'seen' in training, or 'held out'.
+    """
+    chosen = verb or ('put', 'put', 'pick', 'home')[int(rng.random() * 4)]
+    goals = [goal for goal in _goals(state, chosen, pairs) if not goal_reached(goal, state)]
+    return goals[int(rng.random() * len(goals))] if goals else None
+
+
+def draw_puts(rng: np.random.Generator, state: WorldState) -> tuple[Goal, ...]:
+    """Draw one put for each block, in any order, at most two blocks to a zone."""
+    room = {zone: _MOST_IN_A_ZONE for zone in state.zone_names}
+    goals = []
+    for index in np.argsort(rng.random(len(state.blocks)), kind='stable').tolist():
+        zones = [zone for zone, left in room.items() if left]
+        zone = zones[int(rng.random() * len(zones))]
+        room[zone] -= 1
+        goals.append(Goal('put', state.block_names[index], zone))
+    return tuple(goals)
+
+
+def _goals(state: WorldState, verb: str, pairs: str) -> Sequence[Goal]:
+    if verb == 'home':
+        return [Goal('home')]
+    if verb == 'pick':
+        return [Goal('pick', block) for block in state.block_names]
+    wanted = {'any': (True, False), 'seen': (False,), 'held out': (True,)}[pairs]
+    return [
+        Goal('put', block, zone)
+        for block in state.block_names
+        for zone in state.zone_names
+        if ((block, zone) in HELD_OUT_PAIRS) in wanted and _has_room(state, block, zone)
+    ]
+
+
+def _has_room(state: WorldState, block: str, zone: str) -> bool:
+    others = [Goal('put', other, zone) for other in state.block_names if other != block]
+    return sum(goal_reached(goal, state) for goal in others) < _MOST_IN_A_ZONE

@@ -1,0 +1,128 @@
+"""Training the small policy: all of it at a tiny size, and an evaluation without the expert."""
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+import torch
+
+from flashrt_core.nn import GemmaDims
+from flashrt_core.nn import SiglipDims
+from flashrt_core.policies.pi0.config import load_config
+from flashrt_core.tabletop import dataset
+from flashrt_core.tabletop import Goal
+from flashrt_core.tabletop import train_policy
+from flashrt_core.tabletop import training
+from flashrt_core.tabletop import World
+from flashrt_core.tabletop.driver import Driver
+from flashrt_core.tabletop.driver import REPLAN
+from flashrt_core.tabletop.evaluate import pursue
+from flashrt_core.tabletop.training import Recipe
+
+CPU = torch.device('cpu')
+RECIPE = Recipe(steps=3, batch=4, warmup=2)
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Samples of the expert and a policy of three steps."""
+    path = tmp_path_factory.mktemp('policy')
+    with pytest.MonkeyPatch.context() as patched:
+        shrink(patched)
+        part = dataset.episode(4)
+        few = dataset.Samples(*(v[::3] for v in vars(part).values()))
+        dataset.save(few, path / train_policy.EXPERT)
+        assert train_policy.train(path, RECIPE, CPU, 10, 1, 1) == 3
+    return path
+
+
+def shrink(patched: pytest.MonkeyPatch) -> None:
+    small = replace(
+        train_policy.sizes(),
+        vision=SiglipDims(image_size=28, patch_size=14, width=16, layers=1, heads=2, mlp=16),
+        prefix=GemmaDims(width=16, layers=1, heads=2, kv_heads=1, head_dim=8, mlp=16),
+        expert=GemmaDims(width=16, layers=1, heads=2, kv_heads=1, head_dim=8, mlp=16))
+    patched.setattr(train_policy, 'sizes', lambda: small)
+
+
+def test_the_written_config_is_the_trained_one(
+        folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shrink(monkeypatch)
+    expected = train_policy.with_statistics(
+        train_policy.sizes(), dataset.load(folder / train_policy.EXPERT))
+    found = load_config(folder / train_policy.CONFIG)
+    assert found == replace(expected, weights=str(folder / train_policy.WEIGHTS))
+    assert found.units[-1] == 'probability'
+
+
+def test_a_training_that_stopped_goes_on_to_the_same_weights(
+        folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shrink(monkeypatch)
+    (tmp_path / train_policy.EXPERT).write_bytes((folder / train_policy.EXPERT).read_bytes())
+    clock = iter([0.0] * 5 + [1e9] * 3)
+    with monkeypatch.context() as patched:
+        # The trainer's clock alone: pools and lanes go by the real one.
+        patched.setattr(training, 'time', SimpleNamespace(monotonic=lambda: next(clock)))
+        patched.setattr(train_policy, '_progress', lambda what, total: lambda done: None)
+        assert 0 < train_policy.train(tmp_path, RECIPE, CPU, 1, 1, 1) < 3
+    assert train_policy.train(tmp_path, RECIPE, CPU, 10, 1, 1) == 3
+    one, two = (load_file(place / train_policy.WEIGHTS) for place in (folder, tmp_path))
+    assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
+
+
+def test_the_second_turn_begins_where_the_first_ended(
+        folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shrink(monkeypatch)
+    dataset.save(dataset.load(folder / train_policy.EXPERT), folder / train_policy.OWN)
+    try:
+        train_policy.train(folder, replace(RECIPE, steps=1, rate=1e-9), CPU, 10, 1, 2)
+    finally:
+        (folder / train_policy.OWN).unlink()
+    first, second = (training.load_weights(folder / f'turn{n}') for n in (1, 2))
+    assert all(torch.allclose(first[n], second[n], atol=1e-4) for n in first)
+
+
+def test_the_policy_plays_a_few_steps_of_a_chunk_and_says_how_sure_it_is(folder: Path) -> None:
+    driver = Driver(folder / train_policy.CONFIG)
+    world = World(3, blocks=1, zones=1)
+    goal = Goal('home')
+    try:
+        driver.reset(1)
+        first = [driver.act(world.snapshot(), goal) for _ in range(REPLAN + 1)]
+        assert driver.done in (True, False)
+        driver.reset(1)
+        again = [driver.act(world.snapshot(), goal) for _ in range(REPLAN)]
+        assert np.array_equal(np.array(first[:REPLAN]), np.array(again))
+        assert driver.session.boundary.position() == 1
+        assert isinstance(pursue(driver, world, goal), bool)
+    finally:
+        driver.close()
+
+
+def test_the_evaluation_runs_where_the_expert_cannot_be_imported(folder: Path) -> None:
+    code = (
+        'import sys\n'
+        'sys.modules["flashrt_core.tabletop.expert"] = None\n'
+        'from flashrt_core.tabletop.driver import Driver\n'
+        'from flashrt_core.tabletop.evaluate import skill, whole\n'
+        'driver = Driver(sys.argv[1])\n'
+        'import flashrt_core.tabletop.evaluate as e\n'
+        'e.LONGEST = 12\n'
+        'print(skill(driver, 0, "pick"), whole(driver, 0)[0])\n'
+        'driver.close()\n')
+    run = subprocess.run([sys.executable, '-c', code, str(folder / train_policy.CONFIG)],
+                         capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split()[1] == '1'
+
+
+def test_a_folder_without_samples_is_refused(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train_policy.main(['train', '--out', str(tmp_path), '--device', 'cpu']) == 2
+    assert 'run generate first' in capsys.readouterr().err
