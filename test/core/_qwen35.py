@@ -23,6 +23,9 @@ TINY = NAMED['tiny'][0]
 SHAPES = {
     'tiny': {},
     'one key head': {'kv_heads': 1, 'key_heads': 1, 'value_heads': 3, 'key_dim': 24},
+    # Rows whose sizes no vector of the CPU divides.
+    'odd': {'heads': 3, 'kv_heads': 1, 'head_dim': 20, 'rotary': 6, 'key_heads': 1,
+            'value_heads': 3, 'value_dim': 9, 'mlp': 77},
     'no sharing': {'kv_heads': 4, 'key_heads': 4, 'value_dim': 32, 'rotary': 32, 'mlp': 150},
     'tied, every second': {'tied': True, 'full_every': 2, 'layers': 5, 'mtp': False},
 }
