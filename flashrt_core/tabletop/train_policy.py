@@ -60,8 +60,8 @@ def sizes() -> Pi0Config:
         vision=SiglipDims(image_size=84, patch_size=14, width=160, layers=4, heads=4, mlp=480),
         prefix=GemmaDims(width=192, layers=4, heads=4, kv_heads=1, head_dim=48, mlp=512),
         expert=GemmaDims(width=160, layers=4, heads=4, kv_heads=1, head_dim=48, mlp=384),
-        prompt_tokens=1, subgoal_tokens=dataset.SLOTS, horizon=dataset.HORIZON,
-        state_dim=4, action_dim=dataset.ACTIONS, state_width=4, action_width=8, units=UNITS,
+        prompt_tokens=dataset.SLOTS, subgoal_tokens=dataset.SLOTS, flow_steps=5,
+        horizon=dataset.HORIZON, state_dim=4, action_dim=dataset.ACTIONS, state_width=4, action_width=8, units=UNITS,
         relative=(0, 1, 2), statistics=Statistics(), blend_steps=0, rows=1, row_keys=(1,),
     )  # fmt: skip
 
@@ -164,8 +164,8 @@ def _config_text(c: Pi0Config) -> str:
         values = {k: list(v) if isinstance(v, tuple) else v
                   for k, v in vars(getattr(c, name)).items()}
         record[name] = {k: v for k, v in values.items() if v not in ([], None)}
-    for name in ('prompt_tokens', 'subgoal_tokens', 'horizon', 'state_dim', 'action_dim',
-                 'state_width', 'action_width', 'blend_steps', 'rows'):  # fmt: skip
+    for name in ('prompt_tokens', 'subgoal_tokens', 'flow_steps', 'horizon', 'state_dim',
+                 'action_dim', 'state_width', 'action_width', 'blend_steps', 'rows'):  # fmt: skip
         record[name] = getattr(c, name)
     record |= {'units': list(c.units), 'relative': list(c.relative),
                'row_keys': list(c.row_keys), 'weights': WEIGHTS}

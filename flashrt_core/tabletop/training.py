@@ -20,7 +20,8 @@ from flashrt_core.checkpoints.keymap import split_sources
 from flashrt_core.checkpoints.keymap import Target
 from flashrt_core.errors import ConfigError
 
-STATE, RECORD = 'training.safetensors', 'training.json'
+RECORD = 'training.json'
+WEIGHT = 'weight'
 MOMENTS = ('exp_avg', 'exp_avg_sq')
 
 
@@ -109,57 +110,75 @@ class Training:
         return norm
 
     def save(self) -> None:
-        """Write weights, moments and the step, so that a stop at any moment loses nothing."""
-        stored = {f'weight.{n}': w.detach().cpu().contiguous() for n, w in self.weights.items()}
-        for name, tensor in self.weights.items():
-            state = self._optimizer.state.get(tensor, {})
-            stored |= {f'{m}.{name}': state[m].cpu().contiguous() for m in MOMENTS if m in state}
-        metadata = {'record': json.dumps({**self.record, 'step': self.done})}
-        replace(self.folder / STATE, lambda path: save_file(stored, path, metadata))
-        replace(self.folder / RECORD, lambda path: path.write_text(metadata['record'] + '\n'))
+        """Write weights, moments, and last the record that names their step.
+
+        A stop at any moment leaves what was saved before. One file for each, so that each can be
+        carried by itself.
+        """
+        parts = {WEIGHT: {n: w.detach() for n, w in self.weights.items()}}
+        for moment in MOMENTS:
+            parts[moment] = {n: self._optimizer.state[w][moment]
+                             for n, w in self.weights.items() if w in self._optimizer.state}
+        for kind, tensors in parts.items():
+            stored = {n: t.cpu().contiguous() for n, t in tensors.items()}
+            save_file(stored, self.folder / _file(kind, self.done))
+        text = json.dumps({**self.record, 'step': self.done}) + '\n'
+        replace(self.folder / RECORD, lambda path: path.write_text(text))
+        kept = {_file(kind, self.done) for kind in parts}
+        for kind in parts:
+            for old in self.folder.glob(f'{kind}-*.safetensors'):
+                if old.name not in kept:
+                    old.unlink()
 
     def _resume(self) -> int:
-        path = self.folder / STATE
-        if not path.exists():
+        if not (self.folder / RECORD).exists():
             return 0
-        try:
-            stored = load_file(path)
-            held = _metadata(path)
-        except (OSError, SafetensorError, ValueError, KeyError) as error:
-            raise ConfigError(
-                f'{path} cannot be read: {error}; start in another folder') from error
+        held = _record(self.folder)
         step = held.pop('step')
         if held != json.loads(json.dumps(self.record)):
             raise ConfigError(f'{self.folder} holds a training with {held}, asked is '
                               f'{self.record}; give the same options or another folder')
+        stored = {kind: _load(self.folder, kind, step) for kind in (WEIGHT, *MOMENTS)}
         with torch.no_grad():
             for name, tensor in self.weights.items():
-                tensor.copy_(stored[f'weight.{name}'])
+                tensor.copy_(stored[WEIGHT][name])
                 if step:
-                    moments = {m: stored[f'{m}.{name}'].to(tensor.device) for m in MOMENTS}
-                    self._optimizer.state[tensor] = {
-                        'step': torch.tensor(float(step)), **moments}
+                    moments = {m: stored[m][name].to(tensor.device) for m in MOMENTS}
+                    self._optimizer.state[tensor] = {'step': torch.tensor(float(step)), **moments}
         return int(step)
 
 
 def load_weights(folder: Path) -> dict[str, Tensor]:
     """Return the weights of a training, on the CPU.
 
-    :raises ConfigError: there is none.
+    :raises ConfigError: there is none, or it cannot be read.
     """
+    return _load(folder, WEIGHT, _record(folder)['step'])
+
+
+def _file(kind: str, step: int) -> str:
+    return f'{kind}-{step:07d}.safetensors'
+
+
+def _record(folder: Path) -> dict[str, Any]:
+    path = folder / RECORD
     try:
-        stored = load_file(folder / STATE)
+        record: dict[str, Any] = json.loads(path.read_text(encoding='utf-8'))
+        if type(record['step']) is not int:
+            raise ValueError(f'its step is {record["step"]!r}')
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f'{path} is no record of a training: {error}; train there '
+                          'first') from error
+    return record
+
+
+def _load(folder: Path, kind: str, step: int) -> dict[str, Tensor]:
+    path = folder / _file(kind, step)
+    try:
+        return load_file(path)
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f'{folder} holds no training: {error}; train there first') from error
-    return {n.removeprefix('weight.'): t for n, t in stored.items() if n.startswith('weight.')}
-
-
-def _metadata(path: Path) -> dict[str, Any]:
-    from safetensors import safe_open
-
-    with safe_open(str(path), framework='pt') as file:
-        found: dict[str, Any] = json.loads(file.metadata()['record'])
-    return found
+        raise ConfigError(
+            f'{path} cannot be read: {error}; bring it or start in another folder') from error
 
 
 def save_model(targets: list[Target], weights: Mapping[str, Tensor], path: Path,

@@ -10,19 +10,22 @@ import pytest
 from safetensors.torch import load_file
 import torch
 
+from flashrt_core.errors import ConfigError
 from flashrt_core.planners.qwen3_5 import load_config
 from flashrt_core.planners.vocabularies import json_tokenizer
 from flashrt_core.tabletop import planner_data
 from flashrt_core.tabletop import train_planner
+from flashrt_core.tabletop import training
 from flashrt_core.tabletop.instructions import draw_example
 from flashrt_core.tabletop.planner_data import batches
 from flashrt_core.tabletop.planner_data import encode
 from flashrt_core.tabletop.planner_data import IGNORED
 from flashrt_core.tabletop.train_planner import evaluate
 from flashrt_core.tabletop.train_planner import main
-from flashrt_core.tabletop.train_planner import Recipe
-from flashrt_core.tabletop.train_planner import Score
 from flashrt_core.tabletop.train_planner import train
+from flashrt_core.tabletop.training import load_weights
+from flashrt_core.tabletop.training import Recipe
+from flashrt_core.tabletop.training import Score
 
 CPU = torch.device('cpu')
 
@@ -42,13 +45,19 @@ def test_a_training_that_stopped_goes_on_to_the_same_weights(
     halves = Recipe(steps=4, batch=3, warmup=2)
     clock = iter([0.0, 0.0, *[0.0] * 5, 1e9, 1e9, 1e9])
     with monkeypatch.context() as patched:
-        patched.setattr(train_planner.time, 'monotonic', lambda: next(clock))
+        patched.setattr(training.time, 'monotonic', lambda: next(clock))
         stopped = train(tmp_path / 'halves', halves, CPU, 1)
     assert 0 < stopped < 4
     assert train(tmp_path / 'halves', halves, CPU, 10) == 4
-    for name in (train_planner.WEIGHTS, train_planner.STATE):
-        one, two = load_file(tmp_path / 'whole' / name), load_file(tmp_path / 'halves' / name)
+    whole, resumed = tmp_path / 'whole', tmp_path / 'halves'
+    for one, two in ((load_weights(whole), load_weights(resumed)),
+                     [load_file(f / train_planner.WEIGHTS) for f in (whole, resumed)]):
         assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
+    kept = sorted(path.name for path in resumed.glob('*-*.safetensors'))
+    assert kept == [f'{kind}-0000004.safetensors' for kind in ('exp_avg', 'exp_avg_sq', 'weight')]
+    (resumed / kept[0]).unlink()
+    with pytest.raises(ConfigError, match=r'exp_avg-0000004\.safetensors cannot be read'):
+        train(resumed, halves, CPU, 10)
 
 
 def test_a_folder_of_another_recipe_is_refused(

@@ -179,11 +179,7 @@ def load_config(
     elif str(source) in NAMED:
         return NAMED[str(source)]
     else:
-        record = read_yaml(Path(source), 'planner config', NAMED)
-        for name in ('weights', 'tokenizer'):
-            beside = Path(source).parent / str(record.get(name))
-            if record.get(name) and beside.exists():
-                record[name] = str(beside)
+        record = read_yaml(Path(source), 'planner config', NAMED, ('weights', 'tokenizer'))
     base = record.pop('base', 'tiny')
     planner = record.pop('planner', 'qwen3_5')
     if planner != 'qwen3_5':
