@@ -61,7 +61,8 @@ def sizes() -> Pi0Config:
         prefix=GemmaDims(width=192, layers=4, heads=4, kv_heads=1, head_dim=48, mlp=512),
         expert=GemmaDims(width=160, layers=4, heads=4, kv_heads=1, head_dim=48, mlp=384),
         prompt_tokens=dataset.SLOTS, subgoal_tokens=dataset.SLOTS, flow_steps=5,
-        horizon=dataset.HORIZON, state_dim=4, action_dim=dataset.ACTIONS, state_width=4, action_width=8, units=UNITS,
+        horizon=dataset.HORIZON, state_dim=4, action_dim=dataset.ACTIONS, state_width=4,
+        action_width=8, units=UNITS,
         relative=(0, 1, 2), statistics=Statistics(), blend_steps=0, rows=1, row_keys=(1,),
     )  # fmt: skip
 
