@@ -140,7 +140,7 @@ class ExecutorNode(SafeLifecycleNode):
             session, self._embodiment, self.control, self.parameters, self._clock_reader,
             self.now_ns, self.report.counters, lambda: store.mark(session.boundary))
         self.engine.admission = self._admission
-        self.outputs.bind(self._embodiment, self.engine.ports.horizon, self.control.progress)
+        self.outputs.bind(self._embodiment, self.engine.ports, self.control.progress)
         self.verbs = Verbs(self.engine, store, self.parameters, self._prompt_tokens)
         self._prompt_tokens()
         session.lane.at_boundary(self._snapshot_c0).result(self.parameters['verb_timeout_s'])

@@ -28,13 +28,16 @@ from flashrt_ros.conversions import float_field
 from flashrt_ros.conversions import TrajectoryEncoder
 from flashrt_ros.embodiment import Embodiment
 from flashrt_ros.executor_control import Progress
+from flashrt_ros.executor_done import DoneReporter
 from flashrt_ros.executor_tick import graph_keys
+from flashrt_ros.executor_tick import Ports
 from flashrt_ros.executor_tick import Prepared
 from flashrt_ros.msg import ActionChunk
 from flashrt_ros.msg import Event
 from flashrt_ros.msg import ExecutorStatus
 from flashrt_ros.msg import Heartbeat
 from flashrt_ros.msg import ObservationStamp
+from flashrt_ros.msg import SubgoalOutcome
 from flashrt_ros.msg import TickInput
 
 RCLError = rclpy_implementation.RCLError
@@ -67,6 +70,8 @@ class ExecutorOutputs:
         self._tick_inputs = self._publisher(TickInput, '~/tick_input', qos.record())
         self._events = self._publisher(Event, '~/events', qos.record())
         self._status = self._publisher(ExecutorStatus, '~/status', qos.status())
+        self._outcomes = self._publisher(SubgoalOutcome, 'subgoal_outcome', qos.record())
+        self._done = DoneReporter(None, self._subgoal_done)
         self._heartbeats = self._publisher(
             Heartbeat, '~/heartbeat', qos.heartbeat(heartbeat_deadline_s))
         self._status_lock = threading.Lock()
@@ -79,11 +84,12 @@ class ExecutorOutputs:
         self.progress = Progress()
         self.stamp_ns = 0  # of commands in lock-step; 0 means "start now"
 
-    def bind(self, embodiment: Embodiment, horizon: int, progress: Progress) -> None:
+    def bind(self, embodiment: Embodiment, ports: Ports, progress: Progress) -> None:
         """Take the robot whose commands are sent and the counters that messages carry."""
         self._embodiment, self.progress = embodiment, progress
+        self._done = DoneReporter(ports.done_column, self._subgoal_done)
         self._encoder = TrajectoryEncoder(
-            embodiment.names, horizon=horizon, step_period_s=embodiment.step_period_s)
+            embodiment.names, horizon=ports.horizon, step_period_s=embodiment.step_period_s)
 
     def command(self, position: NDArray[np.float64]) -> None:
         """Send one step's command."""
@@ -103,10 +109,11 @@ class ExecutorOutputs:
 
     def chunk(self, chunk: Chunk, prepared: Prepared, actions: NDArray[np.float64],
               first_step: int) -> None:
-        """Publish ~/chunk."""
+        """Publish ~/chunk, and the subgoal's outcome where the policy says that it is done."""
         self._chunks.publish(self.chunk_message(
             actions, tick=chunk.tick, branch=0, first_step=first_step,
             subgoal_sequence=chunk.subgoal_sequence))
+        self._done.played(chunk, self.progress.epoch)
 
     def chunk_message(self, actions: NDArray[np.float64], *, tick: int, branch: int,
                       first_step: int, subgoal_sequence: int) -> ActionChunk:
@@ -120,6 +127,14 @@ class ExecutorOutputs:
         message.actions = float_field(actions)
         message.header.stamp = self._now()
         return message
+
+    def _subgoal_done(self, sequence: int) -> None:
+        message = SubgoalOutcome(
+            sequence=sequence, episode=self.progress.episode, outcome=SubgoalOutcome.DONE,
+            message='the policy says so')
+        message.header.stamp = self._now()
+        self._outcomes.publish(message)
+        self.event('subgoal_done', str(sequence), {'message': message.message})
 
     def heartbeat(self) -> None:
         """Publish a sign of life."""

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashrt_core.errors import ConfigError
+from flashrt_core.policies.done import done_column
 from flashrt_core.policies.protocol import Chunk
 from flashrt_core.policies.protocol import Modality
 from flashrt_core.policies.protocol import PortSpec
@@ -39,6 +40,7 @@ class Ports:
     views: Mapping[str, tuple[int, int]]  # view -> (height, width)
     subgoal_tokens: int  # 0: the policy has no subgoal slot
     prompt_tokens: int  # 0: the policy takes no text
+    done_column: int | None = None  # of the action that says whether the subgoal is done
 
     @staticmethod
     def of(session: Session) -> 'Ports':
@@ -65,7 +67,7 @@ class Ports:
         return Ports(
             state_dim=state.shape[0], action_dim=action.shape[1], horizon=action.shape[0],
             views=views, subgoal_tokens=subgoal.shape[0] if subgoal else 0,
-            prompt_tokens=text.shape[0] if text else 0)
+            prompt_tokens=text.shape[0] if text else 0, done_column=done_column(session.ports))
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashrt_core.policies import make_policy
+from flashrt_core.policies.done import DoneWatch
 from flashrt_core.policies.pi0.session import reset_state
 from flashrt_core.policies.protocol import SubgoalWrite
 from flashrt_core.policies.protocol import TickInput
@@ -15,7 +16,7 @@ from flashrt_core.tabletop.kinematics import LOWER_LIMITS
 from flashrt_core.tabletop.kinematics import UPPER_LIMITS
 from flashrt_core.tabletop.scene import render_state
 from flashrt_core.tabletop.state import WorldState
-from flashrt_core.tabletop.subgoals import DoneWatch
+from flashrt_core.tabletop.subgoals import DONE
 from flashrt_core.tabletop.subgoals import encode_subgoal
 from flashrt_core.tabletop.subgoals import REPLAN
 from flashrt_core.tabletop.tasks import Goal
@@ -25,7 +26,7 @@ class Driver:
     """One bound policy and what is left of its chunk. One thread.
 
     :param config: of the policy, see ``policies.pi0.load_config``.
-    ``done``: whether the policy says that its subgoal is done, see ``subgoals.DoneWatch``.
+    ``done``: whether the policy says that its subgoal is done, see ``policies.done``.
     """
 
     def __init__(self, config: Any, device: str = 'cpu') -> None:
@@ -37,7 +38,7 @@ class Driver:
         self._played = 0
         self._seed = 0
         self._chunk: NDArray[np.float32] | None = None
-        self._watch = DoneWatch()
+        self._watch = DoneWatch(DONE)
         self.done = False
 
     def act(self, state: WorldState, goal: Goal) -> NDArray[np.float64]:

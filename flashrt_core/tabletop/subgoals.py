@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import math
 
 import numpy as np
-from numpy.typing import NDArray
 
 from flashrt_core.policies.text import WordTokenizer
 from flashrt_core.tabletop.instructions import HELD_OUT_PAIRS
@@ -19,7 +18,6 @@ from flashrt_core.tabletop.tasks import goal_reached
 SLOTS = 8  # text tokens of the longest subgoal
 DONE = 4  # the action that says, from 0 to 1, whether the subgoal holds
 REPLAN = 8  # steps of a chunk that are played
-TICKS_IN_A_ROW = 2  # that must say done
 
 # No table of the training set has a block whose centre lies in one of these discs at the start.
 HELD_OUT_SPOTS_M = ((0.36, 0.16), (0.52, -0.12))
@@ -31,26 +29,6 @@ _WORDS = WordTokenizer()
 def encode_subgoal(goal: Goal | None) -> list[int]:
     """Return the token ids of a subgoal, at most ``SLOTS``; none for no subgoal."""
     return [] if goal is None else _WORDS.encode(str(goal), SLOTS)
-
-
-class DoneWatch:
-    """Decides from a policy's chunks when a subgoal is done; one thread."""
-
-    def __init__(self) -> None:
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget what was said, as for a new subgoal."""
-        self._said = 0
-
-    def observe(self, actions: NDArray[np.float32]) -> bool:
-        """Take one tick's actions ``[horizon, > DONE]``; return whether the subgoal is done.
-
-        The first step counts: it says how things stand as that tick saw them. One tick alone is
-        now and then wrong while the arm comes to rest.
-        """
-        self._said = self._said + 1 if actions[0, DONE] > 0.5 else 0
-        return self._said >= TICKS_IN_A_ROW
 
 
 def in_held_out_spot(state: WorldState) -> bool:

@@ -4,8 +4,6 @@ from __future__ import annotations
 import numpy as np
 
 from flashrt_core.tabletop.instructions import HELD_OUT_PAIRS
-from flashrt_core.tabletop.subgoals import DONE
-from flashrt_core.tabletop.subgoals import DoneWatch
 from flashrt_core.tabletop.subgoals import draw_goal
 from flashrt_core.tabletop.subgoals import draw_puts
 from flashrt_core.tabletop.subgoals import encode_subgoal
@@ -13,20 +11,6 @@ from flashrt_core.tabletop.subgoals import HELD_OUT_SPOTS_M
 from flashrt_core.tabletop.subgoals import in_held_out_spot
 from flashrt_core.tabletop.tasks import Goal
 from flashrt_core.tabletop.world import World
-
-
-def _actions(done: float) -> np.ndarray:
-    actions = np.zeros((4, DONE + 1), np.float32)
-    actions[0, DONE] = done
-    return actions
-
-
-def test_a_subgoal_is_done_when_two_ticks_in_a_row_say_so():
-    watch = DoneWatch()
-    said = [watch.observe(_actions(done)) for done in (0.9, 0.2, 0.8, 0.7, 0.6)]
-    assert said == [False, False, False, True, True]
-    watch.clear()
-    assert not watch.observe(_actions(1.0))
 
 
 def test_no_subgoal_has_no_tokens():

@@ -58,6 +58,7 @@ class Switches:
     gated: str = 'think'
     waiting: int = 0  # times a segment has come to the gate
     inputs: list[TickInput] = field(default_factory=list)
+    done: float = 0.0  # the last action, where its unit is a probability
     goal_step: float = 0.0  # times the latched sequence, added to every target
     applied: list[int] = field(default_factory=list)  # sequences that committed ticks have written
 
@@ -76,6 +77,7 @@ class FakeConfig:
     row_keys: tuple[int, ...] = (1, 2, 4)
     tokenizer: str = 'words'
     chunk_mode: str = 'blend'
+    action_units: str = 'rad'
 
 
 class FakeSession:
@@ -92,7 +94,7 @@ class FakeSession:
             PortSpec('state', Modality.STATE, 'float32', (c.joints,), 'rad'),
             PortSpec('prompt', Modality.TEXT, 'int64', (c.prompt_tokens,), 'token id'),
             PortSpec('subgoal', Modality.SUBGOAL, 'int64', (c.subgoal_tokens,), 'token id'),
-            PortSpec('action', Modality.ACTION, 'float32', (c.horizon, c.joints), 'rad'))
+            PortSpec('action', Modality.ACTION, 'float32', (c.horizon, c.joints), c.action_units))
         self.buffers = BufferSet(backend, [
             BufferSpec('seed', Role.STATE, I64, (), kind=Kind.RNG),
             BufferSpec('branch', Role.STATE, I64, (), kind=Kind.RNG),
@@ -201,6 +203,8 @@ class FakeSession:
                       + TICK_STEP * int(b['tick'].row(row)) + self.switches.offset
                       + self.switches.goal_step * int(b['subgoal_sequence'].row(row)))
             b['actions'].row(row).fill_(target)
+            if self.config.action_units.endswith('probability'):
+                b['actions'].row(row)[:, -1] = self.switches.done
             b['tick'].row(row).add_(1)
         if self.switches.nan:
             b['actions'].row(0)[0, 0] = float('nan')
