@@ -69,6 +69,7 @@ def test_interrupts_at_random_moments_are_neither_lost_nor_applied_twice_and_lea
             assert all(s >= sequence for s in late), 'no chunk of an old goal after the reply'
         counters = r.executor.report.counters
         assert counters['interrupts'] == count and counters['interrupts_coalesced'] == 0
+        wait_until(lambda: sum(e.kind == 'interrupt' for e in r.events) >= count, 'all answers')
         answers = [e for e in r.events if e.kind == 'interrupt']
         assert [int(e.name) for e in answers] == list(range(1, count + 1))
         stages = {name: ring.summary() for name, ring in r.executor.engine.times.rings.items()
