@@ -20,21 +20,26 @@ from flashrt_core.planners.qwen3_5.weights import random_tensor
 from flashrt_core.planners.qwen3_5.weights import ROPE
 from flashrt_core.planners.qwen3_5.weights import rope_table
 from flashrt_core.planners.qwen3_5.weights import tensor_specs
+from flashrt_core.policies.pi0.weights import WeightSpec
 from flashrt_core.runtime import BufferSet
 
 LOADERS = 4
+Draw = Callable[[Qwen35Config, str, WeightSpec], Tensor]
 
 
-def load_constants(c: Qwen35Config, buffers: BufferSet, tell: Callable[[float], None]) -> None:
+def load_constants(c: Qwen35Config, buffers: BufferSet, tell: Callable[[float], None],
+                   draw: Draw = random_tensor) -> None:
     """Fill every CONSTANT buffer of the family; configure, any thread.
 
     :param tell: is told the fraction done.
+    :param draw: gives the random value of a tensor where the config names no weights; a bench
+        draws on the device.
     :raises ConfigError: the checkpoint does not fit the config, naming what.
     """
     buffers[ROPE].tensor.copy_(rope_table(c))
     specs = tensor_specs(c)
     if not c.weights:
-        _fill(buffers, list(specs), lambda n, into: into.copy_(random_tensor(c, n, specs[n])),
+        _fill(buffers, list(specs), lambda n, into: into.copy_(draw(c, n, specs[n])),
               tell)  # fmt: skip
         return
     shared = buffers.backend.memory().integrated
