@@ -17,6 +17,7 @@ from flashrt_core.bench._machine import describe
 from flashrt_core.bench._machine import one_line
 
 PERCENTS = {'p50': 50.0, 'p90': 90.0, 'p99': 99.0, 'p99_9': 99.9}
+TABLE = 'table'  # the column that names a row's table
 Cell = str | int | float | bool | None
 
 
@@ -43,8 +44,9 @@ class Report:
     The result of a bench.
 
     ``rows`` are mappings with the same keys in the order of the table's columns; a column's name
-    ends in its unit (``restore_p50_us``). ``notes`` are sentences below it; ``details`` goes into
-    the JSON only (raw samples, parameters).
+    ends in its unit (``restore_p50_us``). Rows that name a ``table`` are printed under that name,
+    with columns of their own. ``notes`` are sentences below; ``details`` goes into the JSON only
+    (raw samples, parameters).
     """
 
     name: str
@@ -60,17 +62,20 @@ class Report:
 
     def table(self) -> str:
         """Return the report for a terminal."""
-        lines = [f'{self.name}  {self.date}  {one_line(self.machine)}', '']
-        columns: list[str] = []
-        for row in self.rows:
-            columns += [name for name in row if name not in columns]
-        cells = [columns] + [[_text(row.get(c)) for c in columns] for row in self.rows]
-        widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
-        for number, row_cells in enumerate(cells):
-            lines.append('  '.join(cell.rjust(w) for cell, w in zip(row_cells, widths)).rstrip())
-            if number == 0:
-                lines.append('  '.join('-' * w for w in widths))
+        lines = [f'{self.name}  {self.date}  {one_line(self.machine)}']
+        for name in dict.fromkeys(row.get(TABLE) for row in self.rows):
+            lines += ['', *([] if name is None else [f'[{name}]']), *self.lines(name)]
         return '\n'.join([*lines, *([''] if self.notes else []), *self.notes])
+
+    def lines(self, table: Cell = None) -> list[str]:
+        """Return the rows of one table, aligned, below their column names."""
+        rows = [row for row in self.rows if row.get(TABLE) == table]
+        columns = [name for name in dict.fromkeys(n for row in rows for n in row) if name != TABLE]
+        cells = [columns] + [[_text(row.get(c)) for c in columns] for row in rows]
+        widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
+        aligned = ['  '.join(cell.rjust(w) for cell, w in zip(row, widths)).rstrip()
+                   for row in cells]
+        return [aligned[0], '  '.join('-' * w for w in widths), *aligned[1:]]
 
     def write(self, path: Path, command: Sequence[str]) -> None:
         """Write the JSON file, with the command that made it."""
