@@ -72,6 +72,7 @@ class ExecutorOutputs:
         self._status = self._publisher(ExecutorStatus, '~/status', qos.status())
         self._outcomes = self._publisher(SubgoalOutcome, 'subgoal_outcome', qos.record())
         self._done = DoneReporter(None, self._subgoal_done)
+        self._newest_done = 0
         self._heartbeats = self._publisher(
             Heartbeat, '~/heartbeat', qos.heartbeat(heartbeat_deadline_s))
         self._status_lock = threading.Lock()
@@ -128,7 +129,13 @@ class ExecutorOutputs:
         message.header.stamp = self._now()
         return message
 
+    def take_done(self) -> int:
+        """Return the sequence of a subgoal that was told to be done since the last call, or 0."""
+        done, self._newest_done = self._newest_done, 0
+        return done
+
     def _subgoal_done(self, sequence: int) -> None:
+        self._newest_done = sequence
         message = SubgoalOutcome(
             sequence=sequence, episode=self.progress.episode, outcome=SubgoalOutcome.DONE,
             message='the policy says so')

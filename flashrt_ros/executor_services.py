@@ -130,6 +130,7 @@ class ExecutorServices:
             response.ticked = control.ticks_played > before
             response.tick, response.step = control.progress.tick, control.progress.step
             response.epoch = control.progress.epoch
+            response.subgoal_done = node.outputs.take_done()
             response.joint_names = list(engine.embodiment.names)
             response.positions = control.limiter.command.tolist()
         return f'step {response.step} of tick {response.tick}'

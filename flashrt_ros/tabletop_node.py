@@ -292,7 +292,7 @@ class TabletopNode(Node):
             return self._refuse(response, error, started)
         try:
             await self._command_not_older_than(stamp_to_ns(request.command_stamp))
-            message = self._step_and_observe(request.steps, response)
+            message = self._step_and_observe(request, response)
         except FlashrtError as error:
             return self._refuse(response, error, started)
         except Exception as error:
@@ -311,9 +311,13 @@ class TabletopNode(Node):
             raise LaneBusy('another ~/step waits for its command; ask again when it has answered')
         self._stepping = True
 
-    def _step_and_observe(self, steps: int, response: StepWorld.Response) -> str:
+    def _step_and_observe(
+        self, request: StepWorld.Request, response: StepWorld.Response
+    ) -> str:
         with self._lock:
-            for _ in range(steps):
+            if request.slip:
+                self._world.slip()
+            for _ in range(request.steps):
                 self._advance()
             response.stamp = _time_message(self._publish_observation())
             response.solved = self._world.solved()

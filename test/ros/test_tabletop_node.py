@@ -182,6 +182,18 @@ def test_a_stream_moves_the_arm_and_its_silence_holds_it(live):
                'the end of the hold')
 
 
+def test_a_block_slips_out_of_the_fingers_when_a_step_is_asked_to_let_it(stepped):
+    node, client = stepped
+    client.reset(seed=1, blocks=1)
+    world = node._world
+    teacher = Expert(world)
+    while world.snapshot().lift < 0.95 or world.snapshot().held < 0:
+        world.step(teacher.action())
+    assert client.step(steps=2).success and world.snapshot().held == 0
+    assert client.step(steps=1, slip=True).success and world.snapshot().held < 0
+    assert client.step(steps=1, slip=True).success, 'nothing left to let fall'
+
+
 def test_a_chunk_is_played_by_its_times(stepped):
     node, client = stepped
     stamp = client.reset(seed=1, blocks=1).stamp
