@@ -79,7 +79,7 @@ class Engine:
         counters.declare(COUNTERS)
         self.session, self.control, self.counters = session, control, counters
         self.embodiment = embodiment
-        self.ports = Ports.of(session)
+        self.ports = Ports.of(session.ports)
         embodiment.check_dims(self.ports.state_dim, self.ports.action_dim)
         embodiment.check_views(tuple(self.ports.views))
         self.times = TickTimes(session.plan_keys[1])

@@ -6,6 +6,7 @@ No locks and no ROS here; the engine calls it on the tick side under its own rul
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from dataclasses import field
 import time
@@ -19,7 +20,6 @@ from flashrt_core.policies.done import done_column
 from flashrt_core.policies.protocol import Chunk
 from flashrt_core.policies.protocol import Modality
 from flashrt_core.policies.protocol import PortSpec
-from flashrt_core.policies.protocol import Session
 from flashrt_core.policies.protocol import SubgoalWrite
 from flashrt_core.policies.protocol import TickInput
 from flashrt_ros.control_loop import TickStart
@@ -43,21 +43,21 @@ class Ports:
     done_column: int | None = None  # of the action that says whether the subgoal is done
 
     @staticmethod
-    def of(session: Session) -> 'Ports':
-        """Read the ports of a bound session.
+    def of(ports: Sequence[PortSpec]) -> 'Ports':
+        """Read the ports of a policy.
 
         :raises ConfigError: when state or action is missing, or an image port is not [H, W, 3].
         """
         def one(modality: Modality) -> PortSpec | None:
-            return next((p for p in session.ports if p.modality == modality), None)
+            return next((p for p in ports if p.modality == modality), None)
 
         state, action = one(Modality.STATE), one(Modality.ACTION)
         if state is None or action is None or len(action.shape) != 2:
             raise ConfigError(
-                f'policy ports are {[p.name for p in session.ports]}; a robot policy needs a '
+                f'policy ports are {[p.name for p in ports]}; a robot policy needs a '
                 'state port and an action port [horizon, action_dim]')
         views = {}
-        for port in session.ports:
+        for port in ports:
             if port.modality == Modality.IMAGE:
                 if len(port.shape) != 3 or port.shape[2] != 3:
                     raise ConfigError(
@@ -67,7 +67,7 @@ class Ports:
         return Ports(
             state_dim=state.shape[0], action_dim=action.shape[1], horizon=action.shape[0],
             views=views, subgoal_tokens=subgoal.shape[0] if subgoal else 0,
-            prompt_tokens=text.shape[0] if text else 0, done_column=done_column(session.ports))
+            prompt_tokens=text.shape[0] if text else 0, done_column=done_column(ports))
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ The ROS side configures itself from ``Session.ports``; it knows no family by nam
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from flashrt_core.policies.text import Tokenizer
     from flashrt_core.runtime import Backend
     from flashrt_core.runtime import BufferSet
+    from flashrt_core.runtime import BufferSpec
     from flashrt_core.runtime import Lane
 
 Progress = Callable[[str, float], None]
@@ -52,6 +54,28 @@ class PortSpec:
     dtype: str
     shape: tuple[int, ...]
     unit: str
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """Bytes that a session allocates; graphs and workspaces come on top.
+
+    ``constants``: weights and tables. ``buffers``: the rest on the device. ``pinned``: in host
+    memory, which is the device's own where the two are one.
+    """
+
+    constants: int
+    buffers: int
+    pinned: int
+
+    @classmethod
+    def of(cls, specs: Iterable[BufferSpec], rows: int) -> MemoryNeed:
+        """Add up the buffers of a session with so many rows."""
+        sizes = {'constants': 0, 'buffers': 0, 'pinned': 0}
+        for spec in specs:
+            part = 'constants' if spec.role == 'constant' else 'buffers'
+            sizes['pinned' if spec.host else part] += spec.row_nbytes * (rows if spec.rows else 1)
+        return cls(**sizes)
 
 
 @dataclass(frozen=True)
@@ -184,6 +208,14 @@ class Policy(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    def ports(self, config: Any) -> tuple[PortSpec, ...]:
+        """Return the ports that a session of this config will have; loads nothing."""
+        ...
+
+    def memory(self, config: Any) -> MemoryNeed:
+        """Return what a session of this config will allocate; loads nothing."""
+        ...
 
     def bind(self, backend: Backend, config: Any, progress: Progress | None = None) -> Session:
         """Load weights, allocate, warm up and capture; ``progress(stage, fraction)`` is told."""

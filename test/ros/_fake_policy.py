@@ -21,6 +21,7 @@ from flashrt_core.errors import BadSize
 from flashrt_core.errors import DeviceLost
 from flashrt_core.policies import Chunk
 from flashrt_core.policies import make_tokenizer
+from flashrt_core.policies import MemoryNeed
 from flashrt_core.policies import Modality
 from flashrt_core.policies import PortSpec
 from flashrt_core.policies import TickInput
@@ -80,6 +81,27 @@ class FakeConfig:
     action_units: str = 'rad'
 
 
+def ports_of(c: FakeConfig) -> tuple[PortSpec, ...]:
+    side = c.image_size
+    return (
+        *(PortSpec(v, Modality.IMAGE, 'uint8', (side, side, 3), 'RGB') for v in c.views),
+        PortSpec('state', Modality.STATE, 'float32', (c.joints,), 'rad'),
+        PortSpec('prompt', Modality.TEXT, 'int64', (c.prompt_tokens,), 'token id'),
+        PortSpec('subgoal', Modality.SUBGOAL, 'int64', (c.subgoal_tokens,), 'token id'),
+        PortSpec('action', Modality.ACTION, 'float32', (c.horizon, c.joints), c.action_units))
+
+
+def specs_of(c: FakeConfig) -> list[BufferSpec]:
+    return [
+        BufferSpec('seed', Role.STATE, I64, (), kind=Kind.RNG),
+        BufferSpec('branch', Role.STATE, I64, (), kind=Kind.RNG),
+        BufferSpec('tick', Role.STATE, I64, (), kind=Kind.META),
+        BufferSpec('subgoal_sequence', Role.STATE, I64, (), kind=Kind.SUBGOAL),
+        BufferSpec('prompt_length', Role.STATE, I64, (), kind=Kind.META),
+        BufferSpec('queue_index', Role.STATE, I64, (), kind=Kind.QUEUE),
+        BufferSpec('actions', Role.OUTPUT, F32, (c.horizon, c.joints))]
+
+
 class FakeSession:
     """A Session of the policy protocol."""
 
@@ -88,22 +110,8 @@ class FakeSession:
         c = self.config = config
         self.switches = switches
         self.tokenizer = make_tokenizer(c.tokenizer) if c.tokenizer else None
-        side = c.image_size
-        self.ports = (
-            *(PortSpec(v, Modality.IMAGE, 'uint8', (side, side, 3), 'RGB') for v in c.views),
-            PortSpec('state', Modality.STATE, 'float32', (c.joints,), 'rad'),
-            PortSpec('prompt', Modality.TEXT, 'int64', (c.prompt_tokens,), 'token id'),
-            PortSpec('subgoal', Modality.SUBGOAL, 'int64', (c.subgoal_tokens,), 'token id'),
-            PortSpec('action', Modality.ACTION, 'float32', (c.horizon, c.joints), c.action_units))
-        self.buffers = BufferSet(backend, [
-            BufferSpec('seed', Role.STATE, I64, (), kind=Kind.RNG),
-            BufferSpec('branch', Role.STATE, I64, (), kind=Kind.RNG),
-            BufferSpec('tick', Role.STATE, I64, (), kind=Kind.META),
-            BufferSpec('subgoal_sequence', Role.STATE, I64, (), kind=Kind.SUBGOAL),
-            BufferSpec('prompt_length', Role.STATE, I64, (), kind=Kind.META),
-            BufferSpec('queue_index', Role.STATE, I64, (), kind=Kind.QUEUE),
-            BufferSpec('actions', Role.OUTPUT, F32, (c.horizon, c.joints)),
-        ], rows=c.rows, name='fake')
+        self.ports = ports_of(c)
+        self.buffers = BufferSet(backend, specs_of(c), rows=c.rows, name='fake')
         self.buffers['seed'].tensor.fill_(c.seed)
         self.lane = Lane(backend, 'fake', timeout_s=30.0).start()
         self._input: TickInput | None = None
@@ -225,6 +233,12 @@ class FakePolicy:
         self.layout = layout
         self.switches = Switches()
         self.sessions: list[FakeSession] = []
+
+    def ports(self, config: Any) -> tuple[PortSpec, ...]:
+        return ports_of(self.config)
+
+    def memory(self, config: Any) -> MemoryNeed:
+        return MemoryNeed.of(specs_of(self.config), self.config.rows)
 
     def bind(self, backend: Any, config: Any, progress: Any = None) -> FakeSession:
         for stage in ('load', 'bind', 'capture', 'warm up'):

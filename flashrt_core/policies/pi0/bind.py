@@ -22,6 +22,7 @@ from flashrt_core.policies.pi0.graphs import BEST
 from flashrt_core.policies.pi0.graphs import forward_of
 from flashrt_core.policies.pi0.graphs import make_graphs
 from flashrt_core.policies.pi0.layout import buffer_specs
+from flashrt_core.policies.pi0.layout import ports
 from flashrt_core.policies.pi0.layout import state_names
 from flashrt_core.policies.pi0.load import check_checkpoint
 from flashrt_core.policies.pi0.load import Digests
@@ -30,6 +31,8 @@ from flashrt_core.policies.pi0.session import Pi0Session
 from flashrt_core.policies.pi0.session import reset_state
 from flashrt_core.policies.prompts import make_prompts
 from flashrt_core.policies.prompts import StateText
+from flashrt_core.policies.protocol import MemoryNeed
+from flashrt_core.policies.protocol import PortSpec
 from flashrt_core.policies.protocol import Progress
 from flashrt_core.policies.text import make_tokenizer
 from flashrt_core.policies.text import Tokenizer
@@ -37,7 +40,6 @@ from flashrt_core.runtime import Backend
 from flashrt_core.runtime import BufferSet
 from flashrt_core.runtime import Lane
 from flashrt_core.runtime import Plan
-from flashrt_core.runtime import Role
 
 
 class Pi0Policy:
@@ -47,6 +49,24 @@ class Pi0Policy:
         self._family = family
         self.name = family or 'pi0'
 
+    def _config(self, config: Any) -> Pi0Config:
+        c = load_config(config)
+        if self._family not in ('', c.family):
+            raise ConfigError(
+                f'the policy is {self._family!r}, its config is of the family {c.family!r}; set '
+                f'policy to {c.family!r} or give another config'
+            )
+        return c
+
+    def ports(self, config: Any) -> tuple[PortSpec, ...]:
+        """Return the ports that a session of this config will have; raises as ``bind``."""
+        return ports(self._config(config))
+
+    def memory(self, config: Any) -> MemoryNeed:
+        """Return what a session of this config will allocate; raises as ``bind``."""
+        c = self._config(config)
+        return MemoryNeed.of(buffer_specs(c), c.rows)
+
     def bind(self, backend: Backend, config: Any, progress: Progress | None = None) -> Pi0Session:
         """Return a session ready to tick; any thread, seconds to minutes.
 
@@ -55,12 +75,7 @@ class Pi0Policy:
         :raises ConfigError: the config or the weights do not fit.
         :raises OutOfMemory, CaptureFailed: the device refuses.
         """
-        c = load_config(config)
-        if self._family not in ('', c.family):
-            raise ConfigError(
-                f'the policy is {self._family!r}, its config is of the family {c.family!r}; set '
-                f'policy to {c.family!r} or give another config'
-            )
+        c = self._config(config)
         check_checkpoint(c)
         pi0_check_settings(c)
         c = pi0_statistics(c)
@@ -106,11 +121,11 @@ def make_buffers(c: Pi0Config, backend: Backend, name: str) -> BufferSet:
     try:
         return BufferSet(backend, specs, rows=c.rows, name=name)
     except OutOfMemory as error:
-        fixed = sum(s.row_nbytes for s in specs if s.role is Role.CONSTANT)
-        rest = sum(s.row_nbytes * (c.rows if s.rows else 1) for s in specs) - fixed
+        need = MemoryNeed.of(specs, c.rows)
         raise OutOfMemory(
-            f'{error}; weights and tables take {fixed / 2**30:.2f} GiB as {c.dtype}, buffers '
-            f'{rest / 2**30:.2f} GiB with {c.rows} rows, graphs and workspaces come on top'
+            f'{error}; weights and tables take {need.constants / 2**30:.2f} GiB as {c.dtype}, '
+            f'buffers {(need.buffers + need.pinned) / 2**30:.2f} GiB with {c.rows} rows, graphs '
+            'and workspaces come on top'
         ) from error
 
 
