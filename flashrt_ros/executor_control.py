@@ -68,6 +68,9 @@ class Outputs(Protocol):
     def chunk(self, chunk: Chunk, prepared: Prepared, actions: Vector, first_step: int) -> None:
         """Publish the actions of a tick that is put into play."""
 
+    def outcome(self, sequence: int, outcome: str, message: str) -> None:
+        """Publish what became of a subgoal, unless that was told already."""
+
     def heartbeat(self) -> None:
         """Publish a sign of life of the device."""
 
@@ -112,6 +115,7 @@ class Control:
         self.drop_running: Callable[[], None] = lambda: None
         self.wake: Callable[[], None] = lambda: None
         self.on_step: Callable[[], None] = lambda: None
+        self.on_hold: Callable[[str, bool, str], None] = lambda cause, latched, message: None
         self._counters = counters
         self._path = StepLimiter(embodiment, Counters())
         self._max_step = embodiment.max_step
@@ -334,4 +338,6 @@ class Control:
         if message:
             detail['message'] = message
         self.outputs.event(transition.kind, transition.name, detail)
+        if transition.kind == 'hold':
+            self.on_hold(transition.name, bool(detail.get('latched')), message)
         self.outputs.status()

@@ -19,11 +19,15 @@ from flashrt_ros.hold import Cause
 from flashrt_ros.observations import first_error
 from flashrt_ros.observations import ObservationWatch
 from flashrt_ros.statistics import Counters
+from flashrt_ros.subgoals import FAILED
 from flashrt_ros.subgoals import SubgoalSlot
+from flashrt_ros.subgoals import TIMED_OUT
 
 # Holds that end by themselves, through resync, once the observations can be used.
 PASSING = (Cause.OBSERVATION, Cause.CLOCK, Cause.NON_FINITE, Cause.OUT_OF_LIMITS,
            ActionJump.code, Cause.TICK_DEADLINE, Cause.STALLED, Cause.EXHAUSTED, Cause.FAULT)
+# Holds of the executor's own that fail the subgoal in force where they are latched.
+FAILING = (*PASSING, Cause.POSE_GAP)
 
 
 class Faults:
@@ -44,6 +48,7 @@ class Faults:
         self._observations, self._ages, self._slot = observations, ages, slot
         self._counters, self._parameters = counters, parameters
         self._played_at_fault = -1
+        control.on_hold = self._held
 
     def review(self, reading: RosReading) -> None:
         """Hold for what has become true and let go what is over."""
@@ -52,6 +57,9 @@ class Faults:
         if overdue and Cause.SUBGOAL_DEADLINE not in causes:
             self._control.hold(Cause.SUBGOAL_DEADLINE,
                                message='no newer subgoal came within its deadline_s')
+            self._control.outputs.outcome(
+                self._slot.requested, TIMED_OUT,
+                'its deadline_s has passed; the robot holds until the next subgoal')
         elif Cause.SUBGOAL_DEADLINE in causes and not overdue:
             self._control.clear(Cause.SUBGOAL_DEADLINE)
         passing = [cause for cause in PASSING if cause in causes]
@@ -59,6 +67,14 @@ class Faults:
                 self._observations.newest().stamps_ns, reading)) is None:
             for cause in passing:
                 self._control.clear(cause)
+
+    def _held(self, cause: str, latched: bool, message: str) -> None:
+        """Tell that the subgoal in force has failed when a hold will not end by itself."""
+        ill = cause == Cause.POISONED or (latched and cause in FAILING)
+        if ill and self._slot.in_force:
+            self._control.outputs.outcome(
+                self._slot.in_force, FAILED,
+                f'the robot holds for {cause} and needs help{": " if message else ""}{message}')
 
     def observation(self, error: ObservationError) -> None:
         """Hold until the observations can be used."""

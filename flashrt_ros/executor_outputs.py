@@ -28,7 +28,7 @@ from flashrt_ros.conversions import float_field
 from flashrt_ros.conversions import TrajectoryEncoder
 from flashrt_ros.embodiment import Embodiment
 from flashrt_ros.executor_control import Progress
-from flashrt_ros.executor_done import DoneReporter
+from flashrt_ros.executor_outcomes import OutcomeReporter
 from flashrt_ros.executor_tick import graph_keys
 from flashrt_ros.executor_tick import Ports
 from flashrt_ros.executor_tick import Prepared
@@ -39,6 +39,7 @@ from flashrt_ros.msg import Heartbeat
 from flashrt_ros.msg import ObservationStamp
 from flashrt_ros.msg import SubgoalOutcome
 from flashrt_ros.msg import TickInput
+from flashrt_ros.subgoals import DONE
 
 RCLError = rclpy_implementation.RCLError
 STATUS_DELAY_S = 0.003
@@ -71,7 +72,7 @@ class ExecutorOutputs:
         self._events = self._publisher(Event, '~/events', qos.record())
         self._status = self._publisher(ExecutorStatus, '~/status', qos.status())
         self._outcomes = self._publisher(SubgoalOutcome, 'subgoal_outcome', qos.record())
-        self._done = DoneReporter(None, self._subgoal_done)
+        self._reporter = OutcomeReporter(None, self._publish_outcome)
         self._newest_done = 0
         self._heartbeats = self._publisher(
             Heartbeat, '~/heartbeat', qos.heartbeat(heartbeat_deadline_s))
@@ -88,7 +89,7 @@ class ExecutorOutputs:
     def bind(self, embodiment: Embodiment, ports: Ports, progress: Progress) -> None:
         """Take the robot whose commands are sent and the counters that messages carry."""
         self._embodiment, self.progress = embodiment, progress
-        self._done = DoneReporter(ports.done_column, self._subgoal_done)
+        self._reporter = OutcomeReporter(ports.done_column, self._publish_outcome)
         self._encoder = TrajectoryEncoder(
             embodiment.names, horizon=ports.horizon, step_period_s=embodiment.step_period_s)
 
@@ -114,7 +115,7 @@ class ExecutorOutputs:
         self._chunks.publish(self.chunk_message(
             actions, tick=chunk.tick, branch=0, first_step=first_step,
             subgoal_sequence=chunk.subgoal_sequence))
-        self._done.played(chunk, self.progress.epoch)
+        self._reporter.played(chunk, self.progress.epoch)
 
     def chunk_message(self, actions: NDArray[np.float64], *, tick: int, branch: int,
                       first_step: int, subgoal_sequence: int) -> ActionChunk:
@@ -134,14 +135,19 @@ class ExecutorOutputs:
         done, self._newest_done = self._newest_done, 0
         return done
 
-    def _subgoal_done(self, sequence: int) -> None:
-        self._newest_done = sequence
-        message = SubgoalOutcome(
-            sequence=sequence, episode=self.progress.episode, outcome=SubgoalOutcome.DONE,
-            message='the policy says so')
-        message.header.stamp = self._now()
-        self._outcomes.publish(message)
-        self.event('subgoal_done', str(sequence), {'message': message.message})
+    def outcome(self, sequence: int, outcome: str, message: str) -> None:
+        """Publish what became of a subgoal, unless that was told already."""
+        self._reporter.tell(sequence, self.progress.epoch, outcome, message)
+
+    def _publish_outcome(self, sequence: int, outcome: str, message: str) -> None:
+        if outcome == DONE:
+            self._newest_done = sequence
+        told = SubgoalOutcome(
+            sequence=sequence, episode=self.progress.episode, message=message,
+            outcome=getattr(SubgoalOutcome, outcome.upper()))
+        told.header.stamp = self._now()
+        self._outcomes.publish(told)
+        self.event(f'subgoal_{outcome}', str(sequence), {'message': message})
 
     def heartbeat(self) -> None:
         """Publish a sign of life."""

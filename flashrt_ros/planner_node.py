@@ -26,7 +26,6 @@ from flashrt_ros.admission import Admission
 from flashrt_ros.capsule_services import CapsuleServices
 from flashrt_ros.config_files import here_or_below_config
 from flashrt_ros.executor_services import RESERVED_CAUSES
-from flashrt_ros.hold import Cause
 from flashrt_ros.lifecycle import SafeLifecycleNode
 from flashrt_ros.main import EXIT_DEVICE_LOST
 from flashrt_ros.main import run_node
@@ -44,15 +43,12 @@ from flashrt_ros.planner_link import RosLink
 from flashrt_ros.planner_outputs import PlannerOutputs
 from flashrt_ros.planner_parameters import check_at_configure
 from flashrt_ros.planner_parameters import planner_parameters
-from flashrt_ros.planner_plan import DONE
-from flashrt_ros.planner_plan import FAILED
-from flashrt_ros.planner_plan import TIMED_OUT
 from flashrt_ros.planner_report import PlannerReport
 from flashrt_ros.planner_verbs import PlannerVerbs
 from flashrt_ros.service_frame import ServiceFrame
+from flashrt_ros.subgoals import OUTCOMES
 
-_OUTCOMES = {SubgoalOutcome.DONE: DONE, SubgoalOutcome.FAILED: FAILED,
-             SubgoalOutcome.TIMED_OUT: TIMED_OUT}
+_OUTCOMES = {getattr(SubgoalOutcome, name.upper()): name for name in OUTCOMES}
 # Shares of configure's progress by the stages that a planner reports while it binds.
 _STAGES = {'load': ('loading', 0.0, 0.5), 'bind': ('binding', 0.5, 0.1),
            'capture': ('capturing', 0.6, 0.25), 'warm up': ('warming up', 0.85, 0.05)}
@@ -242,8 +238,6 @@ class PlannerNode(SafeLifecycleNode):
                 plan.stop('superseded', f'{what}, subgoal {sequence}, has taken its place')
         elif kind in ('reset', 'restore', 'rollback'):
             plan.stop('superseded', f'the executor was put back ({kind} {name})')
-        elif kind == 'hold' and name == Cause.SUBGOAL_DEADLINE:
-            plan.outcome(plan.sequence, 0, TIMED_OUT, 'its deadline has passed, the robot holds')
         elif kind == 'hold' and name not in RESERVED_CAUSES:
             engine.stop('superseded', f'the robot was held ({name})', decoding_only=True)
 

@@ -13,7 +13,10 @@ from dataclasses import field
 from dataclasses import replace
 import threading
 
-DONE, FAILED, TIMED_OUT = 'done', 'failed', 'timed_out'
+from flashrt_ros.subgoals import DONE
+from flashrt_ros.subgoals import FAILED
+from flashrt_ros.subgoals import TIMED_OUT
+
 DECODING = ('restore', 'append', 'decode', 'rollback')
 
 

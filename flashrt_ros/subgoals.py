@@ -13,6 +13,7 @@ from flashrt_core.errors import SubgoalRefused
 from flashrt_ros.clocks import NANOSECONDS
 from flashrt_ros.statistics import Counters
 
+DONE, FAILED, TIMED_OUT = OUTCOMES = ('done', 'failed', 'timed_out')  # as in SubgoalOutcome.msg
 COUNTERS = (
     'subgoals_accepted',
     'subgoals_duplicate',
@@ -64,6 +65,7 @@ class SubgoalSlot:
         self._requested = 0
         self._latched = 0
         self._void = 0  # highest sequence accepted before the newest restore
+        self._in_force = 0
 
     @property
     def requested(self) -> int:
@@ -74,6 +76,11 @@ class SubgoalSlot:
     def latched(self) -> int:
         """Highest sequence that a committed tick has latched."""
         return self._latched
+
+    @property
+    def in_force(self) -> int:
+        """Sequence that the newest committed tick acted on; 0: none, or not known yet."""
+        return self._in_force
 
     def admit(
         self,
@@ -133,6 +140,7 @@ class SubgoalSlot:
         """Note that a committed tick has latched ``sequence``. Tick side."""
         with self._lock:
             self._latched = max(self._latched, min(sequence, self._requested))
+            self._in_force = sequence
 
     def restored(self, episode: int) -> int:
         """After a restore, rollback or reset: what no tick has latched counts no more.
@@ -148,7 +156,7 @@ class SubgoalSlot:
             if newest is not None and self._waits():
                 dropped = newest.sequence
                 self._counters.add('subgoals_dropped_by_restore')
-            self._void = self._requested
+            self._void, self._in_force = self._requested, 0
             if newest is not None and newest.episode != episode:
                 self._newest = None
             return dropped

@@ -126,20 +126,22 @@ class PlannerRig:
 
 
 @contextmanager
-def planner_rig(folder: Path, model: FakePlanner | None = None, *, bound: bool = True,
+def planner_rig(folder: Path, model: FakePlanner | None = None, *, link: str = 'bound',
                 real: bool = False, policy: FakePolicy | None = None,
                 executor_parameters: Any = None, **parameters: Any
                 ) -> Iterator[tuple[PlannerRig, Rig]]:
     """A planner bound to an executor (or over ROS to it), both active; the robot holds still.
 
+    :param link: bound, or how subgoals go over ROS: topic, service.
     :param real: an untrained model of the real architecture instead of the fake.
     """
     with ros_graph() as graph:
         robot = Rig(graph, folder, policy or FakePolicy(), **(executor_parameters or {}))
         made = None
         try:
-            made = PlannerRig(graph, None if real else model or FakePlanner(),
-                              bind_to=robot.executor if bound else None, **parameters)
+            way = {'bind_to': robot.executor} if link == 'bound' else {'link': link}
+            made = PlannerRig(
+                graph, None if real else model or FakePlanner(), **way, **parameters)
             yield made, robot
         finally:
             if made is not None:

@@ -16,7 +16,7 @@ from flashrt_ros.msg import Subgoal
 from flashrt_ros.msg import SubgoalOutcome
 
 pytestmark = pytest.mark.ros
-BOTH = pytest.mark.parametrize('bound', [True, False], ids=['bound', 'over ROS'])
+EACH = pytest.mark.parametrize('link', ['bound', 'topic', 'service'])
 
 
 def until_latched(robot, sequence: int) -> None:
@@ -24,10 +24,10 @@ def until_latched(robot, sequence: int) -> None:
                f'subgoal {sequence} to be latched')
 
 
-@BOTH
+@EACH
 def test_a_plan_is_decoded_and_its_subgoals_are_carried_out_one_after_the_other(
-        tmp_path: Path, bound: bool) -> None:
-    with planner_rig(tmp_path, bound=bound) as (planner, robot):
+        tmp_path: Path, link: str) -> None:
+    with planner_rig(tmp_path, link=link) as (planner, robot):
         robot.run()
         goal = planner.goal(TWO, scene='blocks: red. zones: blue.', wait=True)
         until_latched(robot, 1)
@@ -65,7 +65,7 @@ def test_without_wait_the_result_comes_when_the_plan_is_decoded_and_it_goes_on(
 
 
 def test_a_dry_run_writes_nothing_and_needs_no_executor(tmp_path: Path) -> None:
-    with planner_rig(tmp_path, bound=False, executor='nobody',
+    with planner_rig(tmp_path, link='topic', executor='nobody',
                      link_timeout_s=0.3) as (planner, robot):
         result = planner.goal(dry_run=True).result()
         assert result.success and list(result.subgoals) == [FIRST, SECOND]
@@ -108,10 +108,10 @@ def test_a_subgoal_longer_than_the_slot_is_refused_with_both_lengths(tmp_path: P
         assert list(result.sequences) == [0] and robot.executor.engine.slot.requested == 0
 
 
-@BOTH
+@EACH
 def test_a_cancel_ends_at_a_tokens_boundary_and_goes_back_to_the_mark(
-        tmp_path: Path, bound: bool) -> None:
-    with planner_rig(tmp_path, bound=bound) as (planner, robot):
+        tmp_path: Path, link: str) -> None:
+    with planner_rig(tmp_path, link=link) as (planner, robot):
         robot.run()
         gate = threading.Event()
         goal = planner.goal().until('append')
@@ -159,10 +159,10 @@ def test_one_plan_at_a_time_and_a_preempting_one_takes_its_place(tmp_path: Path)
         assert '"interrupt": true' in robot.until_event('subgoal', '1').detail
 
 
-@BOTH
+@EACH
 def test_an_interrupt_of_the_executor_ends_the_plan_and_nothing_of_it_comes_later(
-        tmp_path: Path, bound: bool) -> None:
-    with planner_rig(tmp_path, bound=bound) as (planner, robot):
+        tmp_path: Path, link: str) -> None:
+    with planner_rig(tmp_path, link=link) as (planner, robot):
         robot.run()
         planner.model.switches.step_s = 0.01
         goal = planner.goal(TWO, wait=True).until('decode')
@@ -176,13 +176,13 @@ def test_an_interrupt_of_the_executor_ends_the_plan_and_nothing_of_it_comes_late
         assert robot.executor.engine.slot.requested == 1
 
 
+@EACH
 def test_a_subgoal_of_somebody_else_makes_the_executor_refuse_the_plans_next_one(
-        tmp_path: Path) -> None:
-    with planner_rig(tmp_path) as (planner, robot):
+        tmp_path: Path, link: str) -> None:
+    with planner_rig(tmp_path, link=link) as (planner, robot):
         robot.run()
         goal = planner.goal(TWO, wait=True).until('execute')
-        planner.node._heard = lambda *event: None  # as if the event came too late
-        planner.node.link._heard = planner.node._heard
+        planner.node.link._heard = lambda *event: None  # as if the event came too late
         assert robot.call('set_subgoal', subgoal=Subgoal(text='stop')).sequence == 2
         planner.outcome(1)
         result = goal.result()
@@ -190,9 +190,9 @@ def test_a_subgoal_of_somebody_else_makes_the_executor_refuse_the_plans_next_one
         assert robot.executor.engine.slot.requested == 2
 
 
-@BOTH
-def test_a_hold_that_was_asked_for_ends_what_is_being_decoded(tmp_path: Path, bound: bool) -> None:
-    with planner_rig(tmp_path, bound=bound) as (planner, robot):
+@EACH
+def test_a_hold_that_was_asked_for_ends_what_is_being_decoded(tmp_path: Path, link: str) -> None:
+    with planner_rig(tmp_path, link=link) as (planner, robot):
         robot.run()
         planner.model.switches.step_s = 0.01
         goal = planner.goal(TWO, wait=True).until('decode')
@@ -236,15 +236,56 @@ def test_a_failed_subgoal_is_planned_anew_with_the_newest_scene_and_then_given_u
         assert result.replans == 1 and result.outcomes[0] == 'done'
 
 
+@EACH
 def test_a_subgoal_whose_deadline_passes_holds_the_robot_and_is_planned_anew(
-        tmp_path: Path) -> None:
-    with planner_rig(tmp_path) as (planner, robot):
+        tmp_path: Path, link: str) -> None:
+    with planner_rig(tmp_path, link=link) as (planner, robot):
         robot.run()
         goal = planner.goal(SECOND, wait=True, deadline_s=0.1)
         robot.until_event('hold', 'subgoal_deadline')
         result = goal.result()
         assert result.code == 'subgoal_timed_out' and result.replans == 1
         assert robot.executor.engine.slot.requested == 2
+        timed_out = [e.name for e in robot.events if e.kind == 'subgoal_timed_out']
+        assert timed_out == ['1', '2'], 'each of them once'
+
+
+@EACH
+def test_a_subgoal_that_a_latched_fault_has_failed_is_planned_anew_and_begun_after_the_resume(
+        tmp_path: Path, link: str) -> None:
+    with planner_rig(tmp_path, link=link, prompt_form='plain') as (planner, robot):
+        robot.run()
+        goal = planner.goal(SECOND, wait=True)
+        until_latched(robot, 1)
+        robot.policy.switches.error = ValueError('this policy is ill')
+        wait_until(lambda: robot.executor.control.holds.latched, 'the latch')
+        robot.policy.switches.error = None
+        wait_until(lambda: robot.executor.engine.slot.requested == 2, 'the new plan')
+        assert f'failed: {SECOND}' in planner.model.switches.prompts[-1]
+        assert robot.executor.engine.slot.latched == 1, 'nothing moves before the resume'
+        assert robot.call('resume').success
+        until_latched(robot, 2)
+        planner.outcome(2)
+        result = goal.result()
+        assert result.success and result.replans == 1, result.message
+
+
+@pytest.mark.parametrize('link', ['topic', 'service'])
+def test_an_executor_that_falls_silent_ends_the_plan_within_its_time(
+        tmp_path: Path, link: str) -> None:
+    with planner_rig(tmp_path, link=link, link_timeout_s=0.3) as (planner, robot):
+        robot.run()
+        planner.model.switches.gate = gate = threading.Event()
+        waiting = planner.model.switches.waiting
+        goal = planner.goal(SECOND, wait=True)
+        wait_until(lambda: planner.model.switches.waiting > waiting, 'a decode step')
+        robot.executor._inputs.close()
+        robot.executor.services_made.frame.close()
+        planner.model.switches.gate = None
+        gate.set()
+        result = goal.result()
+        assert result.code == 'executor_silent', result.message
+        assert list(result.sequences) == [0] and planner.counter('subgoals_refused') == 1
 
 
 def test_an_outcome_that_nobody_waits_for_is_counted(tmp_path: Path) -> None:

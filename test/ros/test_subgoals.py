@@ -85,6 +85,18 @@ def test_a_restore_does_not_apply_a_latched_subgoal_again():
     assert subject.pending().sequence == 6
 
 
+def test_what_is_in_force_is_what_the_newest_committed_tick_acted_on():
+    subject, _ = slot()
+    send(subject, 5)
+    assert subject.in_force == 0, 'no tick has latched it'
+    subject.commit(5)
+    assert subject.in_force == 5
+    subject.restored(1)
+    assert subject.in_force == 0, 'not known'
+    subject.commit(2)
+    assert subject.in_force == 2 and subject.latched == 5, 'an older one came back'
+
+
 def test_a_reset_drops_what_was_meant_for_the_episode_before():
     subject, counters = slot()
     send(subject, 5, deadline_s=1.0)
