@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Iterator
 from collections.abc import Sequence
 import contextlib
 from contextlib import AbstractContextManager
@@ -38,6 +39,18 @@ _held_streams: set[int] = set()
 
 # Captures end with a device-wide synchronise, which may not meet another thread's capture.
 _capture_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep dead graphs in cycles until later: their end on this thread breaks a capture."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 class PrivateStream(torch.cuda.Stream):
@@ -209,8 +222,8 @@ class CudaBackend:
                     for _ in range(WARMUP_RUNS):
                         body()
                 stream.synchronize()
-                with torch.cuda.graph(graph, pool=pool, stream=stream,
-                                      capture_error_mode='thread_local'):
+                with _no_collection(), torch.cuda.graph(
+                        graph, pool=pool, stream=stream, capture_error_mode='thread_local'):
                     body()
                 with torch.cuda.stream(stream):
                     graph.replay()

@@ -1,6 +1,7 @@
 """What only a GPU can show: no allocation on the tick path, pools, waits, captures."""
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import threading
@@ -73,11 +74,33 @@ def test_a_replay_equals_the_body_run_eagerly(gpu, gpu_lane):
     plan = Plan('p')
     plan.add(graph, ())
     gpu_lane.run(plan, before=lambda: buffers['x'].tensor.copy_(value)).result(WAIT_S)
-    replayed = buffers['y'].tensor.clone()
+    replayed = buffers['y'].tensor.cpu()
     gpu_lane.call(lambda: graph._body(
         {'x': buffers['x'].tensor, 'y': buffers['y'].tensor}, ())).result(WAIT_S)
     torch.cuda.synchronize()
-    assert torch.equal(buffers['y'].tensor, replayed)
+    assert torch.equal(buffers['y'].tensor.cpu(), replayed)
+
+
+def test_dead_graphs_in_cycles_do_not_break_a_capture(gpu, gpu_lane):
+    thresholds = gc.get_threshold()
+    dead = []
+    for number in range(4):
+        graph, _ = matmul_graph(gpu, gpu_lane, f'dead{number}', size=32)
+        dead.append(graph)
+        graph.itself = graph
+    del graph
+    counter = torch.zeros(1, device='cuda')
+
+    def body():
+        if torch.cuda.is_current_stream_capturing():
+            dead.clear()
+            gc.set_threshold(1)  # the next allocations of Python objects collect
+        counter.add_(len([[number] for number in range(1000)]))
+
+    try:
+        gpu.capture(body, gpu_lane.capture_stream, gpu_lane.pool)
+    finally:
+        gc.set_threshold(*thresholds)
 
 
 def test_lanes_have_pools_streams_and_capture_streams_of_their_own(gpu):
