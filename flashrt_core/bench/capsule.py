@@ -215,7 +215,7 @@ class Bench:
         path = self.folder / 'raw'
         started = time.perf_counter()
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-        _in_pieces(data, threads, lambda view, at: os.pwrite(fd, view, at))
+        in_pieces(data, threads, lambda view, at: os.pwrite(fd, view, at))
         os.fsync(fd)
         elapsed_us = (time.perf_counter() - started) * 1e6
         os.close(fd)
@@ -227,13 +227,13 @@ class Bench:
         self._cache(state)
         fd = os.open(self.folder / 'raw', os.O_RDONLY)
         started = time.perf_counter()
-        _in_pieces(data, threads, lambda view, at: os.preadv(fd, [view], at))
+        in_pieces(data, threads, lambda view, at: os.preadv(fd, [view], at))
         elapsed_us = (time.perf_counter() - started) * 1e6
         os.close(fd)
         return elapsed_us
 
 
-def _in_pieces(data: list[memoryview], threads: int,
+def in_pieces(data: list[memoryview], threads: int,
                do: Callable[[memoryview, int], int]) -> None:
     """Read or write all of `data` at its place, in pieces of 4 MiB by so many threads."""
     jobs, at = [], 0

@@ -1,0 +1,172 @@
+"""A hybrid planner at real size: cold against capsule, decode, fork, memory."""
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from flashrt_core.bench import _llm_decode
+from flashrt_core.bench import _llm_reuse
+from flashrt_core.bench._llm_setup import Bench
+from flashrt_core.bench._llm_setup import bound
+from flashrt_core.bench._llm_setup import Clock
+from flashrt_core.bench._llm_setup import configure
+from flashrt_core.bench._llm_setup import OTHERS
+from flashrt_core.bench._llm_work import Ceilings
+from flashrt_core.bench._llm_work import measure
+from flashrt_core.bench._report import Report
+from flashrt_core.errors import ConfigError
+from flashrt_core.kernels import _triton
+from flashrt_core.runtime import Backend
+from flashrt_core.runtime import pick_backend
+
+# In this order; what the limit cuts off is at the end.
+TABLES: dict[str, Callable[[Bench], None]] = {
+    'ttft': _llm_reuse.ttft,
+    'sizes': _llm_reuse.sizes,
+    'cost': _llm_reuse.cost,
+    'decode': _llm_decode.decode,
+    'fork': _llm_decode.fork,
+    'working_set': _llm_reuse.working_set,
+    'ablation': _llm_reuse.ablation,
+    'memory': _llm_decode.memory,
+}
+WITHOUT_MTP = 'mtp_tail'  # binds a second time
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    tables = [*TABLES, WITHOUT_MTP]
+    parser.add_argument('--device', choices=('auto', 'cpu', 'cuda'), default='auto')
+    parser.add_argument('--config', default='qwen3_5_27b',
+                        help='name or file of a Qwen3.5 (default: %(default)s)')
+    parser.add_argument('--tables', nargs='+', choices=tables, default=tables)
+    parser.add_argument('--lengths', type=int, nargs='+', default=[2048, 4096, 8192, 16384])
+    parser.add_argument('--repeats', type=int, default=20)
+    parser.add_argument('--suffix', type=int, default=64, help='tokens appended (default 64)')
+    parser.add_argument('--contexts', type=int, nargs='+', default=[2, 8, 20],
+                        help='revisited in turn (default 2 8 20)')
+    parser.add_argument('--decode-tokens', type=int, default=64,
+                        help='decoded by decode, fork and ablation (default 64)')
+    parser.add_argument('--branches', type=int, default=8, help='of a fork, 0: none (default 8)')
+    parser.add_argument('--drafts', type=int, nargs='*', default=[1, 2, 3, 4],
+                        help='tokens drafted a step (default 1 2 3 4)')
+    parser.add_argument('--disk', type=Path, default=None,
+                        help='directory on the disk to measure (default: a temporary one)')
+    parser.add_argument('--limit-s', type=float, default=float('inf'),
+                        help='what has not begun by then is listed as not run')
+
+
+def run(arguments: argparse.Namespace) -> Report:
+    """
+    Measure and return the report; a table that fails leaves a row with its error.
+
+    :raises ConfigError: options or model that cannot be measured.
+    :raises OutOfMemory: the model does not fit.
+    """
+    clock = Clock(arguments.limit_s)
+    check(arguments)
+    backend = pick_backend(arguments.device)
+    c, s = configure(arguments, backend.device)
+    report = Report('llm', details={
+        'config': dict(vars(c)), 'settings': vars(s),
+        'repeats': arguments.repeats})
+    clock.say('ceilings')
+    ceilings = measure(backend, c.torch_dtype)
+    report.details['ceilings'] = vars(ceilings)
+    if any(name in TABLES for name in arguments.tables):
+        _with_mtp(arguments, report, clock, backend, ceilings)
+    if WITHOUT_MTP in arguments.tables and c.mtp:
+        _without_mtp(arguments, report, clock, backend, ceilings)
+    report.details['kernels'] = _triton.choices()
+    report.details['elapsed_s'] = clock.elapsed_s
+    report.notes += _notes(arguments, report, ceilings)
+    return report
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Raise ConfigError for options that measure nothing."""
+    for name in ('repeats', 'suffix', 'decode_tokens'):
+        if getattr(arguments, name) < 1:
+            raise ConfigError(f'{name} is {getattr(arguments, name)}; give at least 1')
+    for name, least in (('lengths', 2), ('contexts', 1), ('drafts', 1)):
+        if any(value < least for value in getattr(arguments, name)):
+            raise ConfigError(f'{name} are {getattr(arguments, name)}; give at least {least} each')
+    arguments.lengths = sorted(set(arguments.lengths))
+
+
+def take(bench: Bench, name: str, table: Callable[[Bench], None]) -> None:
+    """Measure one table and print it at once; what it cannot do stands in its rows."""
+    known = len(bench.report.rows)
+    try:
+        table(bench)
+    except Exception as error:  # of what lies between its rows
+        bench.report.add(table=name, error=f'{type(error).__name__}: {error}'[:200])
+    if len(bench.report.rows) > known:
+        tables = dict.fromkeys(row['table'] for row in bench.report.rows[known:])
+        for each in tables:
+            bench.clock.say('\n'.join([f'[{each}]', *bench.report.lines(each)]))
+
+
+def _with_mtp(arguments: argparse.Namespace, report: Report, clock: Clock, backend: Backend,
+              ceilings: Ceilings) -> None:
+    """Bind the model as it is and take the tables; a function, so that nothing of it is held."""
+    begin = clock.elapsed_s
+    with bound(arguments, report, clock, backend, ceilings) as bench:
+        report.details['forward'] = bench.session.boundary.identity.numerics['forward']
+        report.details['bind_s'] = clock.elapsed_s - begin
+        for name in TABLES:
+            if name in arguments.tables:
+                take(bench, name, TABLES[name])
+
+
+def _without_mtp(arguments: argparse.Namespace, report: Report, clock: Clock, backend: Backend,
+                 ceilings: Ceilings) -> None:
+    """Bind again without the multi-token head: the same visits and the sizes."""
+    if clock.over:
+        report.add(table='ttft', mtp=False, error='not run: past --limit-s')
+        return
+    try:
+        with bound(arguments, report, clock, backend, ceilings, mtp=False) as bench:
+            take(bench, 'ttft', partial(
+                _llm_reuse.ttft, paths=('cold', 'gpu'), repeats=-(-arguments.repeats // 4)))
+            take(bench, 'sizes', _llm_reuse.sizes)
+    except Exception as error:  # the tables before it must reach the report
+        report.add(table='ttft', mtp=False, error=f'{type(error).__name__}: {error}'[:200])
+
+
+def _notes(arguments: argparse.Namespace, report: Report, ceilings: Ceilings) -> list[str]:
+    asked = {row['table'] for row in report.rows}
+    notes = {
+        'ttft': 'ttft: wall time from host token ids to the first token id on the host, after '
+        f'{OTHERS} other contexts ran. cold: prefill and one sample. gpu, host, disk: restore '
+        f'from there, append of {arguments.suffix} tokens and one sample; restore, append and '
+        'token are medians of the parts (of cold, append is the prefill). disk: the file is not '
+        'in the page cache; raw_read, the same file read the same way just before, 1 or more '
+        'threads, whichever is faster; over_raw, the time over raw read plus the other parts. '
+        'speedup: over cold of the same length; mfu: of cold, against the measured dense rate.',
+        'sizes': 'sizes: what a capsule carries; arithmetic from the sizes of the model. mtp: '
+        "with the multi-token head, its keys in the capsule and noted by every append ('MTP "
+        "tail'), or bound without it.",
+        'cost': 'cost: on the lane thread; copy_p50 of a verb from its submission to its end '
+        '(host launch included), of an append the device time of its chunks. rollback: to a mark '
+        'a few tokens back; small state only. Every restore of this bench also takes a '
+        'mark of what it restored.',
+        'working_set': 'working_set: contexts restored from the device in turn, each extended '
+        'and asked for one token; ratio to one context.',
+        'ablation': 'ablation: everything is restored, then buffers are overwritten behind the '
+        "API's back, which itself restores all or nothing; greedy tokens and logits after the "
+        'appended suffix against those without a restore. The weights are random unless given.',
+        'decode': 'decode: one step a call, greedy. given: the right drafts are given, so all '
+        'are accepted: the best case of a verification. MTP drafts of random weights are '
+        'accepted by chance only. Of the first token, sampled before, nothing is counted.',
+        'fork': 'fork: branches 0 is the session itself; over_one against it. All branches '
+        'share the KV and have a state and a tail of their own.',
+        'memory': 'memory: of the device since before the bind; the driver also counts its '
+        'context, code and the pools of the graphs.',
+    }
+    return [text for name, text in notes.items() if name in asked] + [
+        f'floors: operations over {ceilings.flops / 1e12:.3g} TFLOP/s, bytes over '
+        f'{ceilings.bytes / 1e12:.3g} TB/s (a copy, read plus written), host memory over '
+        f'{ceilings.host / 1e9:.3g} GB/s, all measured in this run.']
