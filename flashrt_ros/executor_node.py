@@ -24,9 +24,11 @@ from flashrt_core.errors import ObservationError
 from flashrt_core.errors import ParameterInvalid
 from flashrt_core.policies import make_policy
 from flashrt_core.policies import Session
+from flashrt_core.runtime import Backend
 from flashrt_core.runtime import pick_backend
 from flashrt_ros.action import RunEpisode
 from flashrt_ros.admission import Admission
+from flashrt_ros.boot_log import BootLog
 from flashrt_ros.clocks import RosClock
 from flashrt_ros.config_files import find_embodiment
 from flashrt_ros.control_loop import StepThread
@@ -43,7 +45,6 @@ from flashrt_ros.executor_outputs import ExecutorOutputs
 from flashrt_ros.executor_parameters import check_at_configure
 from flashrt_ros.executor_parameters import executor_parameters
 from flashrt_ros.executor_parameters import heartbeat_deadline_s
-from flashrt_ros.executor_parameters import policy_config
 from flashrt_ros.executor_report import ExecutorReport
 from flashrt_ros.executor_services import ExecutorServices
 from flashrt_ros.executor_verbs import C0
@@ -55,6 +56,9 @@ from flashrt_ros.main import EXIT_DEVICE_LOST
 from flashrt_ros.main import run_node
 from flashrt_ros.main import StopRequest
 from flashrt_ros.msg import ExecutorStatus
+from flashrt_ros.policy_source import check_fit
+from flashrt_ros.policy_source import check_memory
+from flashrt_ros.policy_source import policy_config
 
 _PHASES = {Phase.RUN: 'ticking', Phase.HOLD: 'holding', Phase.RESYNC: 'resync',
            Phase.NEEDS_RESET: 'needs_reset'}
@@ -89,6 +93,7 @@ class ExecutorNode(SafeLifecycleNode):
         self.may_configure: Callable[[], None] = lambda: None
         self._admission: Admission | None = None
         self._stage, self._stage_progress = '', 0.0
+        self._boot: BootLog | None = None
         self._embodiment: Embodiment | None = None
         self._session: Session | None = None
         self._tokenizer: Any = None
@@ -121,11 +126,21 @@ class ExecutorNode(SafeLifecycleNode):
         begun = time.monotonic()
         self.may_configure()
         check_at_configure(self.parameters)
+        self._boot = boot = BootLog(self.get_logger().info)
         self._told('load', 0.0)
-        self._embodiment = load_embodiment(find_embodiment(self.parameters['embodiment']))
+        robot = load_embodiment(find_embodiment(self.parameters['embodiment']))
+        self._embodiment = robot
         backend = pick_backend(self.parameters['device'], self.parameters['stream_priority'])
-        self._session = session = make_policy(self.parameters['policy']).bind(
-            backend, policy_config(self.parameters), self._told)
+        policy = make_policy(self.parameters['policy'])
+        config = policy_config(self.parameters, policy, robot)
+        check_fit(policy, config, robot)
+        self.get_logger().info(check_memory(
+            policy.memory(config), self._capsule_bytes(backend), backend))
+        self._session = session = policy.bind(backend, config, self._told)
+        if not getattr(session.config, 'weights', ''):
+            self.get_logger().warning(
+                'the weights are random: this policy can be measured, and its actions mean '
+                'nothing; give checkpoint for trained ones')
         self._check_best_of(self.parameters)
         self._tokenizer = session.tokenizer
         self.store = store = CapsuleStore(
@@ -154,7 +169,7 @@ class ExecutorNode(SafeLifecycleNode):
         self._stage = ''
         self.get_logger().info(
             f'{self.parameters["policy"]} ({self.parameters["policy_config"]}) on '
-            f'{backend.device} is ready after {self.ready_after_s:.1f} s')
+            f'{backend.device} is ready after {self.ready_after_s:.1f} s: {boot.ended()}')
 
     def activate(self) -> None:
         """Begin to tick and to step."""
@@ -352,10 +367,17 @@ class ExecutorNode(SafeLifecycleNode):
         if self._ending:
             raise ConfigError('configure was given up because the node is ending; start it anew')
         words, begin, share = _STAGES.get(stage, (stage, 0.95, 0.05))
+        if self._boot is not None:
+            self._boot.told(words, fraction)
         progress = begin + share * min(max(fraction, 0.0), 1.0)
         if words != self._stage or progress - self._stage_progress >= 0.01:
             self._stage, self._stage_progress = words, progress
             self.outputs.publish_status()
+
+    def _capsule_bytes(self, backend: Backend) -> int:
+        """Budgets of the tiers that lie in the device's memory."""
+        budgets = [int(self.parameters[f'capsule_{tier}_bytes']) for tier in ('gpu', 'host')]
+        return sum(budgets if backend.memory().integrated else budgets[:1])
 
     def _snapshot_c0(self) -> None:
         assert self.store is not None and self._session is not None

@@ -11,17 +11,31 @@ from typing import Any
 from flashrt_core.errors import ConfigError
 from flashrt_core.errors import ParameterInvalid
 from flashrt_core.policies.chunking import MODES
+from flashrt_ros.capsule_parameters import CAPSULES
+from flashrt_ros.capsule_parameters import check_capsules
+from flashrt_ros.capsule_parameters import table_text
 from flashrt_ros.parameters import ParameterSpec
 from flashrt_ros.parameters import ParameterTable
+from flashrt_ros.policy_source import AS_CONFIGURED
 
 DOCUMENT = Path(__file__).resolve().parent.parent / 'doc' / 'parameters.md'
-_GIB = 1 << 30
 
 SPECS = (
     ParameterSpec('policy', 'pi0', 'policy family, a name of flashrt_core.policies',
                   read_only=True),
-    ParameterSpec('policy_config', 'tiny', 'named size, or a YAML file of the policy',
-                  read_only=True),
+    ParameterSpec('policy_config', 'tiny',
+                  'named size, or a YAML file: a path, or below config/; empty: '
+                  'config/<policy>.yaml', read_only=True),
+    ParameterSpec('checkpoint', AS_CONFIGURED,
+                  'weights: a .safetensors file or its folder; policy: as policy_config says; '
+                  'random: random weights, to measure with; empty: refused, saying where to get '
+                  'some', read_only=True),
+    ParameterSpec('tokenizer', AS_CONFIGURED,
+                  'path of a tokenizer.model; policy: the one beside the checkpoint, else as '
+                  'policy_config says', read_only=True),
+    ParameterSpec('fit_to_robot', False,
+                  "state_dim, action_dim and views of the policy's config become those of the "
+                  'embodiment', read_only=True),
     ParameterSpec('embodiment', 'embodiments/tabletop.yaml',
                   'robot YAML: a path, or a file below config/', read_only=True),
     ParameterSpec('device', 'auto', 'where the policy runs', choices=('auto', 'cpu', 'cuda'),
@@ -42,10 +56,10 @@ SPECS = (
                   'act only after ~/reset: after a restart nobody knows whose episode it is',
                   read_only=True),
     ParameterSpec('prompt', '', 'task in words, given to the policy with the next tick'),
-    ParameterSpec('chunk_mode', 'policy',
+    ParameterSpec('chunk_mode', AS_CONFIGURED,
                   'how chunks follow each other: blend, ensemble and rtc tick while the last one '
                   'is played, sync only when it is used up; policy: as its config says',
-                  choices=('policy', *MODES), read_only=True),
+                  choices=(AS_CONFIGURED, *MODES), read_only=True),
     ParameterSpec('tick_period_steps', 8, 'steps between two ticks; without effect in sync',
                   1, 1000),
     ParameterSpec('best_of', 1,
@@ -85,16 +99,7 @@ SPECS = (
                   0.0, 60.0),
     ParameterSpec('fifo_priority', 20, 'SCHED_FIFO priority of the step thread; 0: do not ask',
                   0, 99, read_only=True),
-    ParameterSpec('capsule_gpu_bytes', _GIB, 'budget of the gpu tier', 0, 1 << 46,
-                  read_only=True),
-    ParameterSpec('capsule_host_bytes', _GIB, 'budget of the host tier', 0, 1 << 46,
-                  read_only=True),
-    ParameterSpec('capsule_disk_bytes', 0, 'budget of the disk tier', 0, 1 << 50,
-                  read_only=True),
-    ParameterSpec('capsule_directory', '', 'folder of the disk tier', read_only=True),
-    ParameterSpec('allow_disk_capsules', False, 'allow saving to disk at all', read_only=True),
-    ParameterSpec('capsule_proof', 'off', 'digest: hash the device state after each restore',
-                  choices=('off', 'digest')),
+    *CAPSULES,
     ParameterSpec('rollback_ticks', 16, 'boundaries that ~/rollback can go back', 1, 4096,
                   read_only=True),
 )
@@ -115,20 +120,12 @@ def heartbeat_deadline_s(values: ParameterTable) -> float:
     return float(values['tick_deadline_s'] + values['heartbeat_period_s'])
 
 
-def policy_config(values: ParameterTable) -> str | dict[str, str]:
-    """Return what the policy is bound with: policy_config, with chunk_mode where one is set."""
-    source, mode = str(values['policy_config']), str(values['chunk_mode'])
-    return source if mode == 'policy' else {'base': source, 'chunk_mode': mode}
-
-
 def check_at_configure(values: ParameterTable) -> None:
     """Check what only concerns a start, before anything is loaded.
 
     :raises ConfigError: naming parameter, value and remedy.
     """
-    if values['allow_disk_capsules'] and not values['capsule_directory']:
-        raise ConfigError('allow_disk_capsules is true and capsule_directory is empty; '
-                          'give a folder, or set allow_disk_capsules to false')
+    check_capsules(values)
     if values['device_timeout_s'] < values['tick_deadline_s']:
         raise ConfigError(
             f'device_timeout_s is {values["device_timeout_s"]}, below tick_deadline_s '
@@ -144,11 +141,7 @@ def _check_deadlines(values: Mapping[str, Any]) -> None:
 
 def document() -> str:
     """Return the text of doc/parameters.md."""
-    return ('# Parameters of the executor\n\n'
-            'Times are in seconds, sizes in bytes. *fixed*: set at start, a change needs a new '
-            'configure of the process.\nEvery topic also has '
-            '`qos_overrides.<topic>.<publisher|subscription>.{history,depth,reliability}`.\n\n'
-            + ParameterTable(SPECS).markdown()
+    return (table_text('Parameters of the executor', ParameterTable(SPECS))
             + '\n`~/heartbeat` offers the QoS deadline `tick_deadline_s + heartbeat_period_s`: a '
             'subscriber that asks for as much or more\nis told when the executor falls silent.\n'
             '\n## Exit status\n\n'
@@ -157,7 +150,14 @@ def document() -> str:
             'loads C0 again; a second signal ends it at once with 128 + its number.\n'
             'A policy, embodiment or device that configure refuses ends nothing: the reason is '
             'logged and the node stays unconfigured.\nConfigure it again, or start it anew with '
-            'other parameters.\n')
+            'other parameters.\n'
+            '\n## Weights\n\n'
+            '`checkpoint` names them; where none is given or found, the refusal says what to '
+            'download, from where, under which licence,\nand how to run with random weights. '
+            'What will be allocated and what is free is logged before anything is loaded;\nwhat '
+            'does not fit is refused then. A boot logs its stages and how long each took. '
+            'Compiled kernels are kept in\n`$TRITON_CACHE_DIR` (`~/.triton/cache`): in a '
+            'container keep that folder on a volume, and later boots compile nothing.\n')
 
 
 if __name__ == '__main__':

@@ -6,13 +6,14 @@ test keeps the two the same.
 
 from pathlib import Path
 
-from flashrt_core.errors import ConfigError
+from flashrt_ros.capsule_parameters import CAPSULES
+from flashrt_ros.capsule_parameters import check_capsules
+from flashrt_ros.capsule_parameters import table_text
 from flashrt_ros.parameters import ParameterSpec
 from flashrt_ros.parameters import ParameterTable
 from flashrt_ros.planner_language import FORMS
 
 DOCUMENT = Path(__file__).resolve().parent.parent / 'doc' / 'planner_parameters.md'
-_GIB = 1 << 30
 
 SPECS = (
     ParameterSpec('planner', 'qwen3_5', 'planner family, a name of flashrt_core.planners',
@@ -53,16 +54,7 @@ SPECS = (
     ParameterSpec('shutdown_timeout_s', 2.0, 'for what is sent last', 0.0, 60.0),
     ParameterSpec('admission_margin_s', 0.0005, 'in bringup: kept free before the next tick',
                   0.0, 1.0, read_only=True),
-    ParameterSpec('capsule_gpu_bytes', _GIB, 'budget of the gpu tier', 0, 1 << 46,
-                  read_only=True),
-    ParameterSpec('capsule_host_bytes', _GIB, 'budget of the host tier', 0, 1 << 46,
-                  read_only=True),
-    ParameterSpec('capsule_disk_bytes', 0, 'budget of the disk tier', 0, 1 << 50,
-                  read_only=True),
-    ParameterSpec('capsule_directory', '', 'folder of the disk tier', read_only=True),
-    ParameterSpec('allow_disk_capsules', False, 'allow saving to disk at all', read_only=True),
-    ParameterSpec('capsule_proof', 'off', 'digest: hash the device state after each ~/restore',
-                  choices=('off', 'digest')),
+    *CAPSULES,
 )
 
 
@@ -76,18 +68,12 @@ def check_at_configure(values: ParameterTable) -> None:
 
     :raises ConfigError: naming parameter, value and remedy.
     """
-    if values['allow_disk_capsules'] and not values['capsule_directory']:
-        raise ConfigError('allow_disk_capsules is true and capsule_directory is empty; '
-                          'give a folder, or set allow_disk_capsules to false')
+    check_capsules(values)
 
 
 def document() -> str:
     """Return the text of doc/planner_parameters.md."""
-    return ('# Parameters of the planner\n\n'
-            'Times are in seconds, sizes in bytes. *fixed*: set at start, a change needs a new '
-            'configure of the process.\nEvery topic also has '
-            '`qos_overrides.<topic>.<publisher|subscription>.{history,depth,reliability}`.\n\n'
-            + ParameterTable(SPECS).markdown()
+    return (table_text('Parameters of the planner', ParameterTable(SPECS))
             + '\nThe exit status is that of the executor, see [parameters.md](parameters.md).\n')
 
 

@@ -8,16 +8,20 @@ from dataclasses import field
 import functools
 import logging
 import os
+from pathlib import Path
+import time
 from typing import Any
 
 import torch
 
 from flashrt_core.errors import ContractError
 
+FP8_ARCHS = (90, 110, 121)  # of those in ``Variant.archs``, the boards with E4M3
 KERNELS_VARIABLE = 'FLASHRT_KERNELS'  # 'torch' selects every reference
 
 _log = logging.getLogger(__name__)
 _choices: dict[tuple[str, str], str] = {}
+_check_s: dict[tuple[str, str], float] = {}
 lazy_kernels: list[LazyKernel] = []
 
 
@@ -79,7 +83,10 @@ def triton_selected(name: str, device: torch.device, check: Callable[[], bool]) 
         if device.type == 'cuda' and torch.cuda.is_current_stream_capturing():
             raise ContractError(
                 f'kernel {name!r} was first used inside a capture; run it once before')
+        begun = time.perf_counter()
         _choices[key] = _choose(name, device, check)
+        if device.type == 'cuda':
+            _check_s[key] = time.perf_counter() - begun
         expected = _choices[key] == 'triton' or device.type != 'cuda'
         level = logging.INFO if expected else logging.WARNING
         _log.log(level, 'kernel %s on %s: %s', name, device, _choices[key])
@@ -101,3 +108,15 @@ def _choose(name: str, device: torch.device, check: Callable[[], bool]) -> str:
 def choices() -> dict[str, str]:
     """Return 'triton' or 'torch: reason' for every kernel and device asked so far."""
     return {f'{name} on {device}': choice for (name, device), choice in _choices.items()}
+
+
+def check_seconds() -> dict[str, float]:
+    """Return how long the check of each kernel took on each CUDA device, compilation included."""
+    return {f'{name} on {device}': took for (name, device), took in _check_s.items()}
+
+
+def kernel_cache() -> Path:
+    """Return the folder where Triton keeps compiled kernels between processes."""
+    named = os.environ.get('TRITON_CACHE_DIR')
+    home = Path(os.environ.get('TRITON_HOME') or Path.home())
+    return Path(named) if named else home / '.triton' / 'cache'

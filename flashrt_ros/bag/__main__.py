@@ -46,6 +46,8 @@ def _replay(given: argparse.Namespace) -> int:
     from flashrt_ros.bag.replay import Replayer
     from flashrt_ros.config_files import find_embodiment
     from flashrt_ros.embodiment import load_embodiment
+    from flashrt_ros.policy_source import DEFAULTS
+    from flashrt_ros.policy_source import policy_config
 
     recording = Recording(given.path)
 
@@ -55,9 +57,13 @@ def _replay(given: argparse.Namespace) -> int:
             raise ConfigError(f'{name} is not in the recording; give --{name.replace("_", "-")}')
         return str(value)
 
-    robot = setting('embodiment')
+    robot = load_embodiment(find_embodiment(setting('embodiment')))
     backend = pick_backend(setting('device'))
-    session = make_policy(setting('policy')).bind(backend, setting('policy_config'))
+    policy = make_policy(setting('policy'))
+    values = {**DEFAULTS, **recording.parameters, 'policy': setting('policy')}
+    if given.policy_config or 'policy_config' not in values:
+        values['policy_config'] = setting('policy_config')
+    session = policy.bind(backend, policy_config(values, policy, robot))
     try:
         bytes_of = recording.parameters.get
         store = CapsuleStore(
@@ -69,7 +75,7 @@ def _replay(given: argparse.Namespace) -> int:
             recording,
             session,
             store,
-            load_embodiment(find_embodiment(robot)),
+            robot,
             resize=setting('image_resize'),
             marks=int(bytes_of('rollback_ticks', 16)) + 1,
         )

@@ -11,9 +11,6 @@ import pytest
 from rclpy.parameter import Parameter
 from test_executor_lockstep import run
 
-from flashrt_ros.executor_parameters import executor_parameters
-from flashrt_ros.executor_parameters import policy_config
-
 HORIZON = FakeConfig().horizon
 
 
@@ -76,11 +73,3 @@ def test_best_of_is_taken_over_by_the_next_tick_and_only_what_was_captured(tmp_p
         assert taken.successful, taken.reason
         wait_until(lambda: given[-1].best_of == 2, 'a tick that chooses')
         r.until_event('parameter', 'best_of')
-
-
-def test_the_parameter_sets_the_mode_over_whatever_config_is_named() -> None:
-    table = executor_parameters()
-    values = {name: spec.default for name, spec in table.specs.items()}
-    assert policy_config(values) == 'tiny'
-    values['chunk_mode'] = 'rtc'
-    assert policy_config(values) == {'base': 'tiny', 'chunk_mode': 'rtc'}
