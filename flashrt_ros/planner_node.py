@@ -19,6 +19,7 @@ from flashrt_core.capsule import CapsuleStore
 from flashrt_core.errors import ConfigError
 from flashrt_core.errors import FlashrtError
 from flashrt_core.planners import make_planner
+from flashrt_core.planners import Planner
 from flashrt_core.planners.protocol import Session
 from flashrt_core.runtime import pick_backend
 from flashrt_ros import qos
@@ -77,6 +78,8 @@ class PlannerNode(SafeLifecycleNode):
         self.admission: Admission | None = None
         # Asked before a capture; in bringup the executor must not run meanwhile.
         self.may_configure: Callable[[], None] = lambda: None
+        # Gives the family; a bench gives one whose random weights are drawn on the device.
+        self.make_planner: Callable[[str], Planner] = make_planner
         self.ready_after_s = 0.0
         self._stage, self._stage_progress = '', 0.0
         self._session: Session | None = None
@@ -109,7 +112,7 @@ class PlannerNode(SafeLifecycleNode):
         self._told('load', 0.0)
         grammar = find_grammar(of['grammar'])
         backend = pick_backend(of['device'], of['stream_priority'])
-        self._session = session = make_planner(of['planner']).bind(
+        self._session = session = self.make_planner(of['planner']).bind(
             backend, here_or_below_config(of['planner_config']), self._told)
         self.store = store = CapsuleStore(
             backend, of['capsule_gpu_bytes'], of['capsule_host_bytes'], of['capsule_disk_bytes'],

@@ -11,7 +11,10 @@ from flashrt_core.bench.tick import run_over_ros
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument('--seconds', type=float, default=60.0, help='of each phase (default 60)')
+    parser.add_argument('--seconds', type=float, default=60.0,
+                        help='of both together (default 60)')
+    parser.add_argument('--solo-seconds', type=float, default=30.0,
+                        help='of each alone (default 30)')
     parser.add_argument('--interrupts', type=int, default=200, help='at random moments')
     parser.add_argument('--planner', default='qwen3_5')
     parser.add_argument('--planner-config', default='planner_bytes/planner.yaml',

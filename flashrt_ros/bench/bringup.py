@@ -2,7 +2,7 @@
 
 Phases: the executor ticks alone, the planner decodes alone while the robot holds, both together,
 then interrupts at random moments while both work. Plans are dry runs of free text, one after the
-other, so that the planner always has a token to decode.
+other, so that the planner always has a token to decode. A tick's deadline is the next one's begin.
 """
 
 from __future__ import annotations
@@ -10,196 +10,161 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 import contextlib
-from pathlib import Path
-import random
-import tempfile
 import threading
 import time
 from typing import Any
 
-from rclpy.executors import ExternalShutdownException
-from rclpy.executors import SingleThreadedExecutor
-from rclpy.parameter import Parameter
-
 from flashrt_core.bench import Report
+from flashrt_core.bench._report import percentiles
 from flashrt_core.errors import ConfigError
 from flashrt_core.errors import LaneBusy
-from flashrt_core.errors import WrongState
-from flashrt_ros.bench.rig import NAMESPACE
-from flashrt_ros.bench.rig import START_TIMEOUT_S
-from flashrt_ros.bringup import bring_up
-from flashrt_ros.bringup import start_together
-from flashrt_ros.executor_node import ExecutorNode
-from flashrt_ros.hold import Phase
-from flashrt_ros.msg import Subgoal
-from flashrt_ros.planner_node import PlannerNode
+from flashrt_ros.bench.interrupts import interrupt
+from flashrt_ros.bench.interrupts import PARTS
+from flashrt_ros.bench.interrupts import Taken
+from flashrt_ros.bench.pair import Pair
+from flashrt_ros.bench.pair import pair
 from flashrt_ros.planner_plan import PlanRequest
-from flashrt_ros.processes import ProcessGroup
-from flashrt_ros.qos import use_large_message_profile
+from flashrt_ros.statistics import Summary
 
 WARM_UP_S = 1.0
+SHARE_WANTED = 0.7  # of its solo tokens that the planner is to keep, with no deadline missed
+COUNTED = ('ticks', 'tick_deadline_missed', 'exhausted', 'tokens', 'segments_waited',
+           'segments_oversize')
+Row = dict[str, Any]
+Stages = dict[str, Summary]
 
 
 def run(arguments: argparse.Namespace) -> Report:
-    """Run the phases and return one row for each."""
-    if arguments.seconds <= 0 or arguments.interrupts < 1:
-        raise ConfigError(f'--seconds is {arguments.seconds} and --interrupts '
-                          f'{arguments.interrupts}; give positive numbers')
+    """Run the phases and return their rows, the executor's stages side by side, the interrupts."""
+    if min(arguments.seconds, arguments.solo_seconds) <= 0 or arguments.interrupts < 1:
+        raise ConfigError(
+            f'--seconds is {arguments.seconds}, --solo-seconds {arguments.solo_seconds} and '
+            f'--interrupts {arguments.interrupts}; give positive numbers')
     report = Report('bringup')
-    with _nodes(arguments) as (group, executor, planner):
-        _until_ticking(group, executor)
-        phases: dict[str, dict[str, Any]] = {}
-        for name, ticks, plans in (('executor alone', True, False), ('planner alone', False, True),
-                                   ('together', True, True)):
-            phases[name] = _phase(group, executor, planner, arguments, ticks, plans)
-            report.add(phase=name, **phases[name])
-        alone = phases['planner alone']['tokens_per_s']
-        if alone:
-            report.notes.append('together the planner keeps '
-                                f'{phases["together"]["tokens_per_s"] / alone:.0%} of its tokens')
-        report.notes += _interrupts(group, executor, planner, arguments)
-        report.notes.append(f'segments p99 in us: {planner.admission.p99_us()}')
-        report.details['counters'] = {
-            **executor.report.counters.snapshot(), **planner.report.counters.snapshot()}
+    with pair(arguments) as now:
         report.details['arguments'] = {k: str(v) for k, v in vars(arguments).items()}
+        report.details['ready_after_s'] = {
+            'executor': now.executor.ready_after_s, 'planner': now.planner.ready_after_s}
+        ticking, stages_alone = _phase(now, report, 'executor alone', arguments.solo_seconds)
+        with _held(now), _planning(now, arguments.prompt):
+            planning, _ = _phase(now, report, 'planner alone', arguments.solo_seconds)
+        with _planning(now, arguments.prompt):
+            both, stages = _phase(now, report, 'together', arguments.seconds)
+            now.say(f'{arguments.interrupts} interrupts')
+            taken = interrupt(now, arguments.interrupts)
+        _side_by_side(report, stages_alone, stages)
+        share = both['tokens_per_s'] / max(planning['tokens_per_s'], 1e-9)
+        missed = {name: both[name] for name in ('missed_deadlines', 'missed_steps', 'exhausted')}
+        report.notes.append(
+            f'together the planner keeps {share:.1%} of its tokens ({SHARE_WANTED:.0%} wanted); '
+            f'of {both["ticks"]} ticks together {missed} (0 wanted), of {ticking["ticks"]} alone '
+            f'{ticking["missed_deadlines"]} late')
+        segments = now.planner.admission.p99_us() if now.planner.admission is not None else {}
+        longest_ms = max([*(s.p99 for name, s in stages.items() if name.startswith('segment')),
+                          *segments.values()]) / 1e3
+        _latency(report, taken, longest_ms, stages['inference'].p99 / 1e3,
+                 now.executor.engine.embodiment.step_period_s * 1e3)
+        report.notes.append('planner segments p99: ' + ', '.join(
+            f'{name} {us / 1e3:.2f} ms' for name, us in sorted(segments.items())))
+        report.details['interrupts_ms'] = [one.parts_ms for one in taken]
+        report.details['counters'] = _all_counts(now)
     return report
 
 
-@contextlib.contextmanager
-def _nodes(arguments: argparse.Namespace
-           ) -> Iterator[tuple[ProcessGroup, ExecutorNode, PlannerNode]]:
-    """Cameras in a process of their own, both nodes in this one, active and spun."""
-    use_large_message_profile()
-    with tempfile.TemporaryDirectory(prefix='flashrt_bench_') as folder, ProcessGroup(
-            Path(folder) / 'log') as group:
-        group.start('flashrt_ros.bench.cameras', namespace=NAMESPACE,
-                    params={'camera_hz': float(arguments.camera_hz), 'image_size_px': 224})
-        context = group.context()
-        executor, planner = bring_up(
-            context=context, namespace=NAMESPACE,
-            executor_overrides=_parameters(
-                policy=arguments.policy, policy_config=arguments.policy_config,
-                embodiment='embodiments/tabletop_untrained.yaml', device=arguments.device,
-                output_mode='stream', tick_period_steps=arguments.tick_period_steps,
-                fifo_priority=arguments.fifo_priority),
-            planner_overrides=_parameters(
-                planner=arguments.planner, planner_config=arguments.planner_config,
-                device=arguments.device, grammar='none', subgoal_deadline_s=0.0))
-        spun = [SingleThreadedExecutor(context=context) for _ in range(2)]
-        for spin, node in zip(spun, (executor, planner), strict=True):
-            spin.add_node(node)
-            threading.Thread(target=_spin, args=(spin,), daemon=True).start()
-        try:
-            if not start_together(executor, planner):
-                raise WrongState(executor.last_transition_error or planner.last_transition_error)
-            yield group, executor, planner
-        finally:
-            planner.stop(10.0)
-            executor.stop(10.0)
-            for spin in spun:
-                spin.shutdown(timeout_sec=1.0)
-            context.try_shutdown()
-
-
-def _phase(group: ProcessGroup, executor: ExecutorNode, planner: PlannerNode,
-           arguments: argparse.Namespace, ticks: bool, plans: bool) -> dict[str, Any]:
-    assert executor.control is not None and executor.engine is not None
-    ending = threading.Event()
-    worker = threading.Thread(target=_plan_on, args=(planner, arguments.prompt, ending))
-    if not ticks:
-        executor.control.hold('bench')
-    if plans:
-        worker.start()
-    threading.Event().wait(WARM_UP_S)
+def _phase(now: Pair, report: Report, name: str, seconds: float) -> tuple[Row, Stages]:
+    """Measure for so long; returns the row and the executor's stages in microseconds."""
+    executor, planner = now.executor, now.planner
+    assert executor.engine is not None and planner.engine is not None
+    assert executor.step_thread is not None and planner.admission is not None
+    now.say(f'{name}, {seconds:g} s')
+    now.wait(WARM_UP_S)
     # The rings belong to their threads: a sample that is being written may survive the clear.
-    rings = [executor.engine.times.rings['inference'], executor.engine.times.rings['tick'],
-             planner.engine.rings['token']]
-    for ring in rings:
+    rings = {name: ring for name, ring in executor.engine.times.rings.items()
+             if not name.startswith('interrupt')}
+    token, waits = planner.engine.rings['token'], planner.admission.waits
+    for ring in (*rings.values(), token, waits):
         ring.clear()
-    before = _counts(executor, planner)
+    before, missed = _all_counts(now), executor.step_thread.report().missed
     begun = time.monotonic()
-    while time.monotonic() - begun < arguments.seconds:
-        threading.Event().wait(min(0.5, arguments.seconds))
-        group.check()
+    now.wait(seconds)
     took = time.monotonic() - begun
-    after = _counts(executor, planner)
-    inference, tick, token = [ring.summary() for ring in rings]
-    ending.set()
-    if plans:
-        worker.join(30.0)
-    if not ticks:
-        executor.control.clear('bench')
-        _until_ticking(group, executor)
-    delta = {name: after[name] - before[name] for name in after}
-    return {
-        'ticks': delta['ticks'], 'inference_p50_us': inference.p50,
-        'inference_p99_us': inference.p99, 'tick_p50_us': tick.p50, 'tick_p99_us': tick.p99,
-        'missed_tick_deadlines': delta['tick_deadline_missed'],
-        'exhausted': delta['exhausted'], 'missed_steps': delta['missed'],
-        'tokens_per_s': delta['tokens'] / took, 'token_p50_us': token.p50,
-        'token_p99_us': token.p99, 'segments_waited': delta['segments_waited'],
-        'segments_oversize': delta['segments_oversize'],
-    }
+    delta = {name: count - before[name] for name, count in _all_counts(now).items()
+             if name in COUNTED}
+    tokens, waited = token.summary(), waits.summary()
+    row: Row = {
+        'phase': name, 'seconds': took, 'ticks': delta['ticks'],
+        'ticks_due': round(took / now.period_s) if delta['ticks'] else 0,
+        'missed_deadlines': delta['tick_deadline_missed'],
+        'missed_steps': executor.step_thread.report().missed - missed,
+        'exhausted': delta['exhausted'], 'tokens_per_s': delta['tokens'] / took,
+        'token_p50_ms': tokens.p50 / 1e3, 'token_p99_ms': tokens.p99 / 1e3,
+        'segments_waited': delta['segments_waited'],
+        'segments_oversize': delta['segments_oversize'], 'wait_p99_ms': waited.p99 / 1e3}
+    report.add(table='phases', **row)
+    return row, {name: ring.summary() for name, ring in rings.items()}
 
 
-def _counts(executor: ExecutorNode, planner: PlannerNode) -> dict[str, int]:
-    assert executor.step_thread is not None
-    counts = {**executor.report.counters.snapshot(), **planner.report.counters.snapshot()}
-    names = ('ticks', 'tick_deadline_missed', 'exhausted', 'tokens', 'segments_waited',
-             'segments_oversize')
-    return {'missed': executor.step_thread.report().missed, **{n: counts[n] for n in names}}
+def _side_by_side(report: Report, alone: Stages, together: Stages) -> None:
+    for stage, summary in alone.items():
+        beside = together[stage]
+        report.add(table='executor, ms', stage=stage,
+                   alone_p50=summary.p50 / 1e3, together_p50=beside.p50 / 1e3,
+                   alone_p99=summary.p99 / 1e3, together_p99=beside.p99 / 1e3,
+                   alone_n=summary.count, together_n=beside.count)
 
 
-def _interrupts(group: ProcessGroup, executor: ExecutorNode, planner: PlannerNode,
-                arguments: argparse.Namespace) -> list[str]:
-    """Interrupt at random moments while both work; sentences with the parts of the latency."""
-    engine, chance, ending = executor.engine, random.Random(0), threading.Event()
+def _latency(report: Report, taken: list[Taken], segment_ms: float, inference_ms: float,
+             step_ms: float) -> None:
+    """Add the parts of the interrupts' latency, and the bound beside their sum."""
+    whole = 0.0
+    for part, values in zip(PARTS, zip(*(one.parts_ms for one in taken), strict=True),
+                            strict=True):
+        found = percentiles(values)
+        whole = found['p99']
+        report.add(table='interrupts, ms', part=part, p50=found['p50'], p99=whole,
+                   max=found['max'])
+    bound = segment_ms + inference_ms + step_ms
+    most = max(one.steps_meanwhile for one in taken)
+    report.notes.append(
+        f'{len(taken)} interrupts, each answered once, at most {most} commands of the old goal '
+        f'meanwhile: call to first new command p99 {whole:.1f} ms, '
+        f'{"within" if whole <= bound else "BEYOND"} the bound of {bound:.1f} ms = one segment '
+        f'{segment_ms:.1f} + one inference {inference_ms:.1f} + one step {step_ms:g}')
+
+
+def _all_counts(now: Pair) -> dict[str, int]:
+    return {**now.executor.report.counters.snapshot(), **now.planner.report.counters.snapshot()}
+
+
+@contextlib.contextmanager
+def _held(now: Pair) -> Iterator[None]:
+    """The robot holds, so no ticks come; afterwards it runs again."""
+    assert now.executor.control is not None
+    now.executor.control.hold('bench')
+    yield
+    now.executor.control.clear('bench')
+    now.until_ticking()
+
+
+@contextlib.contextmanager
+def _planning(now: Pair, prompt: str) -> Iterator[None]:
+    """One plan after the other is decoded."""
+    engine, ending = now.planner.engine, threading.Event()
     assert engine is not None
-    for name, ring in engine.times.rings.items():
-        if name.startswith('interrupt'):
-            ring.clear()
-    worker = threading.Thread(target=_plan_on, args=(planner, arguments.prompt, ending))
+
+    def plan_on() -> None:
+        while not ending.is_set():
+            try:
+                plan = engine.start(PlanRequest(prompt, dry_run=True), lambda told: None)
+            except LaneBusy:
+                continue
+            plan.ended.result()
+
+    worker = threading.Thread(target=plan_on, daemon=True)
     worker.start()
-    for _ in range(arguments.interrupts):
-        threading.Event().wait(chance.random() * 0.2)
-        sequence = executor.services_made.subgoal(Subgoal(
-            text=arguments.prompt, priority=Subgoal.PRIORITY_INTERRUPT))
-        group.wait_for(lambda s=sequence: engine.slot.latched >= s and not engine.interrupted,
-                       30.0, f'subgoal {sequence} to be answered', poll_s=0.001)
-    ending.set()
-    worker.join(30.0)
-    parts = {name: ring.summary() for name, ring in engine.times.rings.items()
-             if name.startswith('interrupt')}
-    return [f'{name}: p50 {s.p50:.0f} us, p99 {s.p99:.0f} us of {s.count}'
-            for name, s in parts.items()] + [
-                'to the first command add at most one step '
-                f'({engine.embodiment.step_period_s * 1e3:g} ms)']
-
-
-def _plan_on(planner: PlannerNode, prompt: str, ending: threading.Event) -> None:
-    assert planner.engine is not None
-    while not ending.is_set():
-        try:
-            plan = planner.engine.start(PlanRequest(prompt, dry_run=True), lambda told: None)
-        except LaneBusy:
-            continue
-        plan.ended.result()
-
-
-def _until_ticking(group: ProcessGroup, executor: ExecutorNode) -> None:
-    assert executor.control is not None and executor.verbs is not None
-    control = executor.control
-    if control.holds.phase is Phase.NEEDS_RESET:
-        executor.verbs.reset('', None)
-    group.wait_for(lambda: control.holds.phase is Phase.RUN, START_TIMEOUT_S, 'the robot to run')
-
-
-def _parameters(**values: Any) -> list[Parameter]:
-    return [Parameter(name, value=value) for name, value in values.items()]
-
-
-def _spin(executor: SingleThreadedExecutor) -> None:
     try:
-        executor.spin()
-    except ExternalShutdownException:
-        pass
+        yield
+    finally:
+        ending.set()
+        engine.stop('cancelled', 'the bench goes on')
+        worker.join(30.0)

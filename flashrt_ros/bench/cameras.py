@@ -1,4 +1,4 @@
-"""A robot of the bench: two cameras of noise and a resting arm, stamped just before publishing."""
+"""A robot of the bench: cameras of noise and a resting arm, stamped just before publishing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from flashrt_ros import qos
 from flashrt_ros.main import run_node
 from flashrt_ros.main import StopRequest
 
-VIEWS = ('top', 'wrist')
+VIEWS = ['top', 'wrist']
 FRAMES = 8
 
 
@@ -31,6 +31,7 @@ class Cameras(Node):
         super().__init__('cameras')
         camera_hz = float(self.declare_parameter('camera_hz', 30.0).value)
         joint_hz = float(self.declare_parameter('joint_hz', 50.0).value)
+        views = self.declare_parameter('views', VIEWS).value
         size = int(self.declare_parameter('image_size_px', 224).value)
         self._stopping = threading.Event()
         noise = np.random.default_rng(0)
@@ -42,7 +43,7 @@ class Cameras(Node):
                 Image(height=size, width=size, encoding='rgb8', step=3 * size, data=data)
             )
         self._images = [
-            self.create_publisher(Image, f'images/{view}', qos.sensor()) for view in VIEWS
+            self.create_publisher(Image, f'images/{view}', qos.sensor()) for view in views
         ]
         self._joints = self.create_publisher(JointState, 'joint_states', qos.sensor())
         self._pose = JointState(name=list(JOINT_NAMES), position=array('d', HOME))

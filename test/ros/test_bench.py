@@ -1,17 +1,27 @@
 """The benches over ROS: their arithmetic, and one short run of each with separate processes."""
 
+import argparse
 import json
 import os
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
+import torch
 
+from flashrt_core.errors import ConfigError
 from flashrt_ros.ros_environment import SOURCE_ROOT
 
 pytest.importorskip('rclpy')
+from flashrt_ros.bench.interrupts import Moments
+from flashrt_ros.bench.pair import short
+from flashrt_ros.bench.pair import write_robot
 from flashrt_ros.bench.reset import order_violations
 from flashrt_ros.bench.tick import stage_table
+from flashrt_ros.embodiment import load_embodiment
+from flashrt_ros.statistics import Counters
+from flashrt_ros.subgoals import SubgoalSlot
 
 ENV = {**os.environ, 'PYTHONPATH': str(SOURCE_ROOT), 'OMP_NUM_THREADS': '2'}
 
@@ -61,12 +71,54 @@ def test_a_change_that_was_refused_keeps_the_epoch_and_the_commands():
     assert set(order_violations(orders).values()) == {0}
 
 
+@pytest.mark.parametrize(('config', 'views'), [
+    ('tiny', ['top', 'wrist']), ('pi0', ['base', 'left_wrist', 'right_wrist'])])
+def test_the_robot_of_the_bench_has_the_cameras_that_the_policy_wants(tmp_path, config, views):
+    arguments = argparse.Namespace(policy='pi0', policy_config=config)
+    assert write_robot(arguments, tmp_path / 'robot.yaml') == (views, 0.02)
+    robot = load_embodiment(tmp_path / 'robot.yaml')
+    assert list(robot.views) == views
+    robot.check_views(tuple(views))
+
+
+def test_a_planner_is_named_by_its_size_or_its_file_and_bound_for_short_plans():
+    for name in ('9b', 'qwen3_5_9b'):
+        c, s = short(torch.device('cpu'), name)
+        assert (c.width, c.layers, c.context) == (4096, 32, 2048)
+        assert s.prefill_keys == (16, 64, 256)
+    with pytest.raises(ConfigError, match='7b'):
+        short(torch.device('cpu'), 'qwen3_5_7b')
+
+
+def test_an_interrupt_counts_from_its_own_chunk_and_the_command_after_that():
+    slot = SubgoalSlot(max_tokens=4, vocabulary=9, counters=Counters())
+    subject = Moments(mock.Mock(slot=slot))
+    for number in (1, 2):
+        slot.admit(sequence=number, episode=0, text='', tokens=[1], current_episode=1, now_ns=0)
+    subject.begin(2)
+    slot.commit(1)
+    subject.swapped()
+    assert not subject.in_play_ns, 'it is not accepted yet'
+    subject.event('subgoal', '2', {})
+    subject.swapped()
+    subject.commanded()
+    assert not subject.in_play_ns and not subject.command_ns, 'of the goal before'
+    slot.commit(2)
+    subject.swapped()
+    subject.event('interrupt', '2', {'to_tick_us': 1.0})
+    assert not subject.done.is_set(), 'no command has left'
+    subject.commanded()
+    first = subject.command_ns
+    subject.commanded()
+    assert subject.done.is_set() and subject.command_ns == first >= subject.in_play_ns
+
+
 @pytest.mark.ros
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ('name', 'options'),
     [('tick', ['--seconds', '4']), ('reset', ['--count', '5']),
-     ('bringup', ['--seconds', '1', '--interrupts', '2'])],
+     ('bringup', ['--seconds', '1', '--solo-seconds', '1', '--interrupts', '2'])],
 )
 def test_a_short_run_ends_with_a_table_and_a_json_file(tmp_path, name, options):
     command = [sys.executable, '-m', 'flashrt_core.bench', name, '--out', str(tmp_path)]
@@ -83,8 +135,16 @@ def test_a_short_run_ends_with_a_table_and_a_json_file(tmp_path, name, options):
     assert content['rows']
     assert content['machine']['cores'] >= 1
     if name == 'bringup':
-        together = next(r for r in content['rows'] if r['phase'] == 'together')
+        tables = {table: [r for r in content['rows'] if r['table'] == table]
+                  for table in ('phases', 'executor, ms', 'interrupts, ms')}
+        alone, held, together = tables['phases']
         assert together['ticks'] > 0 and together['tokens_per_s'] > 0
+        assert (alone['tokens_per_s'], held['ticks']) == (0, 0)
+        assert 'inference' in {r['stage'] for r in tables['executor, ms']}
+        *parts, whole = tables['interrupts, ms']
+        assert len(parts) == 4 and all(r['p50'] <= whole['max'] for r in parts)
+        taken = content['details']['interrupts_ms']
+        assert [sum(one[:-1]) for one in taken] == pytest.approx([one[-1] for one in taken])
     if name == 'reset':
         assert content['details']['violations'] == {
             'old chunks': 0,
