@@ -5,6 +5,7 @@ from __future__ import annotations
 from flashrt_core.errors import ConfigError
 from flashrt_core.policies.preprocess import letterbox
 from flashrt_core.policies.protocol import Chunk
+from flashrt_core.policies.protocol import Frame
 from flashrt_core.policies.protocol import MemoryNeed
 from flashrt_core.policies.protocol import Modality
 from flashrt_core.policies.protocol import Policy
@@ -19,6 +20,7 @@ POLICIES = ('pi0', 'pi05')
 
 __all__ = [
     'Chunk',
+    'Frame',
     'MemoryNeed',
     'Modality',
     'POLICIES',

@@ -78,6 +78,20 @@ class MemoryNeed:
         return cls(**sizes)
 
 
+class Frame(Protocol):
+    """Which camera frame an image is: two of one stamp and one digest hold the same pixels.
+
+    ``stamp_ns``: when it was taken. ``digest``: of the image as the tick gives it; read where the
+    stamps are equal and no sooner, so it may be computed then.
+    """
+
+    @property
+    def stamp_ns(self) -> int: ...
+
+    @property
+    def digest(self) -> int: ...
+
+
 @dataclass(frozen=True)
 class SubgoalWrite:
     """One write into the subgoal slot: token ids and the planner's sequence number."""
@@ -99,6 +113,8 @@ class TickInput:
     latched. ``seed`` and both texts reach every row evaluated.
     ``noise``: float32 [rows, horizon, action_width], replaces the generated noise (parity tests).
     ``best_of``: candidates of row 0 evaluated together, of which one is kept (``rows`` stays 1).
+    ``frames``: view -> which frame its image is. A session that reuses vision results does not
+    encode a frame that it encoded last; a view without a frame is always encoded.
     The arrays are read when the tick starts: do not change them before its future is done.
     """
 
@@ -112,6 +128,7 @@ class TickInput:
     noise: NDArray[np.float32] | None = None
     rows: int = 1
     best_of: int = 1
+    frames: Mapping[str, Frame] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -136,6 +153,7 @@ class Chunk:
     ``actions``: float32 [rows, horizon, action_dim], absolute targets in physical units.
     ``tick``: number of ticks committed before this one. ``subgoal_sequence``: of the latched one.
     ``segments_us``: microseconds of each segment. ``graph_keys``: segment -> ShapeKey replayed.
+    ``reused_views``: views whose frame was encoded by an earlier tick; their segment did not run.
     ``candidates``: what ``actions`` were chosen from, None where there was no choice.
     """
 
@@ -145,6 +163,7 @@ class Chunk:
     segments_us: Mapping[str, float] = field(default_factory=dict)
     graph_keys: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     candidates: Candidates | None = None
+    reused_views: tuple[str, ...] = ()
 
     @property
     def rows(self) -> int:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Container
 from collections.abc import Mapping
 from concurrent.futures import Future
 from concurrent.futures import InvalidStateError
@@ -88,6 +89,7 @@ class Run:
     after: Callable[[], Any] | None
     timeout_s: float
     future: LaneFuture[Any]
+    skip: Callable[[], Container[str]] | None = None
 
 
 @dataclass

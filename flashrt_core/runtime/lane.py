@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Container
 import threading
 import time
 from typing import Any
@@ -190,7 +191,8 @@ class Lane:
 
     def run(self, plan: Plan, before: Callable[[], None] | None = None,
             after: Callable[[], T] | None = None,
-            timeout_s: float | None = None) -> LaneFuture[LaneResult[T]]:
+            timeout_s: float | None = None,
+            skip: Callable[[], Container[str]] | None = None) -> LaneFuture[LaneResult[T]]:
         """
         Queue one run of ``plan``: before(), every segment in order, after().
 
@@ -198,6 +200,8 @@ class Lane:
         on the lane thread. ``future.cancel()`` before the last segment drops the rest.
 
         :param timeout_s: limit for one segment, ``lane.timeout_s`` if not given.
+        :param skip: called after ``before``, there too: labels of segments that this run leaves
+            out because what they would write is there already. The last one always runs.
         :raises PlanInvalid, UnboundPort, MissingKey: the plan cannot run.
         :raises LaneClosed: the lane is not running.
         """
@@ -206,7 +210,7 @@ class Lane:
         limit = self.timeout_s if timeout_s is None else timeout_s
         with self._condition:
             self._refuse_if_not_running()
-            self._queue.append(Run(plan, before, after, limit, future))
+            self._queue.append(Run(plan, before, after, limit, future, skip))
             self._condition.notify_all()
         return future
 
@@ -314,6 +318,9 @@ class Lane:
         try:
             if job.before is not None and not job.future.cancelled():
                 job.before()
+            if job.skip is not None and not job.future.cancelled():
+                left_out = job.skip()
+                segments = (*(s for s in segments[:-1] if s.label not in left_out), segments[-1])
             for index, segment in enumerate(segments):
                 if self.gate is not None:
                     self.gate.admit(segment)
@@ -323,7 +330,7 @@ class Lane:
                     reject(job.future, cut(f'{index} of {len(segments)} segments'))
                     return
                 self._committed = False
-                segments_us[segment.label] = self._do_segment(job, index)
+                segments_us[segment.label] = self._do_segment(job, segment, index)
                 if self.gate is not None:
                     self.gate.done(segment)
             self._committed = True
@@ -352,8 +359,7 @@ class Lane:
             return lambda done: TickDropped(f'plan {job.plan.name!r} was cancelled after {done}')
         return None
 
-    def _do_segment(self, job: Run, index: int) -> float:
-        segment = job.plan.segments[index]
+    def _do_segment(self, job: Run, segment: Segment, index: int) -> float:
         while len(self._events) <= index:
             self._events.append((self.backend.event(), self.backend.event()))
         begin, end = self._events[index]

@@ -102,6 +102,31 @@ def test_plans_that_wait_are_dropped_by_at_segment_end_but_calls_are_not(counter
     assert later.result(WAIT_S).value == 102
 
 
+@pytest.mark.parametrize('left_out, kept', [
+    ('', '012'), ('0', '12'), ('10', '2'), ('012', '2')])
+def test_segments_left_out_do_not_run_but_the_last_one_does(counter, host_lane, left_out, kept):
+    labels = [segment.label for segment in counter.plan.segments]
+    asked = []
+    done = host_lane.run(
+        counter.plan, before=lambda: asked.append('before'),
+        skip=lambda: asked.append('skip') or {labels[int(i)] for i in left_out}).result(WAIT_S)
+    assert asked == ['before', 'skip'] and host_lane.committed
+    assert list(done.segments_us) == [labels[int(i)] for i in kept]
+    assert list(host_lane.run(counter.plan).result(WAIT_S).segments_us) == labels
+
+
+def test_a_drop_counts_only_the_segments_of_its_run(counter, host_lane):
+    gate = counter.hold(1)
+    first = counter.plan.segments[0].label
+    tick = host_lane.run(counter.plan, skip=lambda: {first})
+    assert counter.entered[1].wait(WAIT_S)
+    verb = host_lane.at_segment_end(lambda: counter.count)
+    gate.set()
+    assert verb.result(WAIT_S) == 0 and host_lane.committed
+    with pytest.raises(TickDropped, match='1 of 2'):
+        tick.result(WAIT_S)
+
+
 def test_plans_that_wait_run_after_at_boundary(counter, host_lane):
     tick, gate = started(counter, 0)
     waiting = counter.tick()

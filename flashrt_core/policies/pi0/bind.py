@@ -83,6 +83,7 @@ class Pi0Policy:
         state_text = state_text_of(c, prompts)
         tell = progress or (lambda stage, fraction: None)
         buffers = make_buffers(c, backend, self.name)
+        ticks = [0] * c.rows  # of each row, on the host
         digests = load_constants(c, buffers, lambda fraction: tell('load', fraction))
         backend.synchronize()  # zeroing ran on another stream than the captures will
         tell('bind', 0.0)
@@ -100,7 +101,7 @@ class Pi0Policy:
             boundary = Boundary(
                 buffers,
                 lane.call(partial(make_identity, c, digests, prompts, backend)).result(),
-                position=lambda: int(buffers['tick'].tensor[0]),
+                position=lambda: ticks[0],
                 order=state_names(c),
                 session=self.name,
                 lane=lane,
@@ -109,7 +110,7 @@ class Pi0Policy:
             lane.close()
             raise
         tell('warm up', 1.0)
-        return Pi0Session(c, buffers, lane, plans, boundary, prompts, state_text)
+        return Pi0Session(c, buffers, lane, plans, boundary, ticks, prompts, state_text)
 
 
 def make_buffers(c: Pi0Config, backend: Backend, name: str) -> BufferSet:
@@ -158,6 +159,8 @@ def make_identity(
         layout['tokenizer'] = prompts.identity
     forward = forward_of(c, backend.device).__name__.rsplit('.', 1)[-1]
     extra = {'forward': f'pi0.{forward}'}
+    if c.reuse_vision:
+        extra['vision'] = 'each view alone'
     if digests.derived:
         extra['modulation'] = digests.derived
     return Identity(layout, numerics_of(backend.device, extra))
@@ -178,6 +181,7 @@ def capture_plans(
     """Capture every graph key; return plans vision | prefix | denoise by (rows,) or (n, BEST)."""
     vision, prefix, denoise = make_graphs(c, buffers)
     views = len(c.views)
+    first = [(graph, (views // len(vision),)) for graph in vision]
     plans: dict[tuple[Hashable, ...], Plan] = {}
     wanted: list[tuple[Hashable, ...]] = [(rows,) for rows in c.row_keys]
     wanted += [(n, BEST) for n in c.best_of_keys]
@@ -185,8 +189,7 @@ def capture_plans(
         tell('capture', i / len(wanted))
         plan = Plan(f'{c.family} tick, {kind[0]} {"candidates" if kind[1:] else "rows"}')
         last: tuple[int, ...] = ()
-        keys: list[tuple[Hashable, ...]] = [(views,), (views,), (views, *kind)]
-        for graph, key in zip((vision, prefix, denoise), keys):
+        for graph, key in [*first, (prefix, (views,)), (denoise, (views, *kind))]:
             graph.capture(key, lane)
             last = (plan.add(graph, key, after=last),)
         plan.check()

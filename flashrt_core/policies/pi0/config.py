@@ -49,6 +49,8 @@ class Pi0Config:
     most ``rtc_max_guidance``, of the mode 'rtc'.
     ``best_of_keys``: numbers of candidates captured, of which ``selector`` keeps one a tick, see
     policies/selectors.py; at most ``rows``.
+    ``reuse_vision``: encode each camera by a segment of its own, left out where the tick names the
+    same frame again (``TickInput.frames``); slower where all frames are new.
     ``weights``: a safetensors file or folder; empty = random from ``weight_seed``.
     ``statistics_file``: of openpi or LeRobot; empty = found beside the weights. Not looked for
     where ``statistics`` are given or the weights are random.
@@ -93,6 +95,7 @@ class Pi0Config:
     row_keys: tuple[int, ...] = (1,)
     best_of_keys: tuple[int, ...] = ()
     selector: str = 'medoid'
+    reuse_vision: bool = False
     seed: int = 0
     weights: str = ''
     weight_seed: int = 0
@@ -140,7 +143,7 @@ class Pi0Config:
         """Return what decides how a state is read: all but paths, rows and first values."""
         skipped = (
             'weights weight_seed rows row_keys best_of_keys selector seed tokenizer cpu_threads '
-            'statistics_file statistics normalisation'
+            'reuse_vision statistics_file statistics normalisation'
         ).split()
         record = {k: v for k, v in asdict(self).items() if k not in skipped}
         record |= {f'statistics.{k}': v for k, v in vars(self.statistics).items()}

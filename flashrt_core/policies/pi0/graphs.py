@@ -1,15 +1,17 @@
 """The three segments of a Pi0 tick: vision | prefix | denoise, over a session's buffers.
 
-Bodies read ``b``, the bound tensors by name. Every size comes from the config and the key
-``(views, rows)`` or ``(views, candidates, BEST)``, every value from device data. The last body
-alone writes STATE.
+Vision is one segment for all views, or one a view where results are reused. Bodies read ``b``,
+the bound tensors by name. Every size comes from the config and the key ``(views, rows)`` or
+``(views, candidates, BEST)``, every value from device data. The last body alone writes STATE.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Mapping
 from functools import partial
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,12 +37,10 @@ BEST = 'best'  # in a key: the rows are candidates of row 0, of which one is kep
 
 # Beginnings of the names that each segment reads or writes.
 PORTS = {
-    'vision': (
-        *(f'host.{n}' for n in layout.INPUTS), 'input.', 'image_tokens', 'vision.', 'projector.',
-    ),
+    'vision': ('host.images', 'input.images', 'image_tokens', 'vision.', 'projector.'),
     'prefix': (
-        'input.', 'image_tokens', 'prompt_', 'subgoal_', 'next.', 'prefix_', 'prefix.',
-        'table.rope',
+        *(f'host.{n}' for n in layout.SMALL_INPUTS), 'input.', 'image_tokens', 'prompt_',
+        'subgoal_', 'next.', 'prefix_', 'prefix.', 'table.rope',
     ),
     'denoise': (
         'input.', 'next.', 'prefix_', 'table.', 'state_in', 'action_in', 'time_mlp', 'expert.',
@@ -50,20 +50,28 @@ PORTS = {
 }  # fmt: skip
 
 
-def make_graphs(c: Pi0Config, buffers: BufferSet) -> tuple[Graph, ...]:
-    """Return the graphs vision, prefix and denoise with every port bound."""
-    graphs = []
+def make_graphs(c: Pi0Config, buffers: BufferSet) -> tuple[list[Graph], Graph, Graph]:
+    """Return the graphs of vision, prefix and denoise with every port bound."""
     forward = forward_of(c, buffers['prefix_kv'].tensor.device)
-    for name, body in (
-        ('vision', vision_body),
-        ('prefix', prefix_body),
-        ('denoise', denoise_body),
-    ):
-        names = [buffer.name for buffer in buffers if buffer.name.startswith(PORTS[name])]
-        graph = Graph(name, partial(body, c, forward), names)
-        graph.bind_all({port: buffers[port] for port in names})
-        graphs.append(graph)
-    return tuple(graphs)
+
+    def graph(kind: str, body: Callable[..., None], name: str = '', **fixed: Any) -> Graph:
+        names = [buffer.name for buffer in buffers if buffer.name.startswith(PORTS[kind])]
+        made = Graph(name or kind, partial(body, c, forward, **fixed), names)
+        made.bind_all({port: buffers[port] for port in names})
+        return made
+
+    vision = [graph('vision', vision_body)]
+    if c.reuse_vision:
+        vision = [
+            graph('vision', vision_body, vision_label(view), views=slice(i, i + 1))
+            for i, view in enumerate(c.views)
+        ]
+    return vision, graph('prefix', prefix_body), graph('denoise', denoise_body)
+
+
+def vision_label(view: str) -> str:
+    """Return the name of the segment that encodes one view alone."""
+    return f'vision.{view}'
 
 
 def forward_of(c: Pi0Config, device: torch.device) -> ModuleType:
@@ -76,18 +84,24 @@ def forward_of(c: Pi0Config, device: torch.device) -> ModuleType:
     return fast if fast.selected(c, device) else model
 
 
-def vision_body(c: Pi0Config, forward: ModuleType, b: Ports, key: ShapeKey) -> None:
-    """Copy the inputs in and encode the views into ``image_tokens``."""
-    for name in layout.inputs(c):
-        b[f'input.{name}'].copy_(b[f'host.{name}'], non_blocking=True)
-    b['image_tokens'].copy_(forward.encode_views(b['input.images'], b, c))
+def vision_body(
+    c: Pi0Config, forward: ModuleType, b: Ports, key: ShapeKey, views: slice = slice(None)
+) -> None:
+    """Copy images in and encode them into ``image_tokens``: all, or those of ``views``."""
+    images = b['input.images'][views]
+    images.copy_(b['host.images'][views], non_blocking=True)
+    tokens = b['image_tokens'].unflatten(0, (len(c.views), -1))[views].flatten(0, 1)
+    tokens.copy_(forward.encode_views(images, b, c))
 
 
 def prefix_body(c: Pi0Config, forward: ModuleType, b: Ports, key: ShapeKey) -> None:
-    """Latch text into ``next.*`` and write the prefix' keys, values and mask.
+    """Copy all but images in, latch text into ``next.*``, write the prefix' keys, values and mask.
 
     The prefix is that of row 0: rows are branches of one observation and share prompt and subgoal.
     """
+    for name in layout.inputs(c):
+        if name != 'images':
+            b[f'input.{name}'].copy_(b[f'host.{name}'], non_blocking=True)
     prompt, subgoal = b['input.prompt'], b['input.subgoal']
     _latch(b, prompt[0], 'prompt_length', prompt[1])
     _latch(b, prompt[0], 'prompt_tokens', prompt[layout.PROMPT_HEAD :])

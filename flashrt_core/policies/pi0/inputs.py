@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from collections.abc import Mapping
 from collections.abc import Sequence
 
@@ -55,12 +56,14 @@ def write_input(
     buffers: BufferSet,
     c: Pi0Config,
     state_text: StateText | None = None,
+    kept_views: Container[str] = (),
 ) -> None:
     """Write a checked input into the ``host.*`` buffers; lane thread, no plan running.
 
     Every field is written each time, so nothing of an earlier tick is left.
 
     :param state_text: of Pi0.5, turns the normalised state into token ids.
+    :param kept_views: whose image stays as it is, because no segment will read it.
     """
     host = {name: buffers[f'host.{name}'].tensor.numpy() for name in layout.inputs(c)}
     control = host['control']
@@ -72,7 +75,8 @@ def write_input(
     for i, view in enumerate(c.views):
         image = t.images.get(view)
         control[layout.VIEW_MASK + i] = image is not None
-        host['images'][i] = 0 if image is None else image
+        if view not in kept_views:
+            host['images'][i] = 0 if image is None else image
     host['state'][:] = t.state
     host['noise'][:] = 0.0
     if t.noise is not None:
@@ -117,6 +121,8 @@ def _check_images(t: TickInput, c: Pi0Config) -> None:
                 f'image {view!r} is {list(image.shape)}; give [{side}, {side}, 3], '
                 'see policies.preprocess.letterbox'
             )
+    if not isinstance(t.frames, Mapping) or set(t.frames) - set(given):
+        raise ConfigError(f'frames are {t.frames!r:.80}; give a mapping of views with an image')
 
 
 def _check_state(state: np.ndarray, c: Pi0Config) -> None:

@@ -1,8 +1,9 @@
 """The ports and buffers of a Pi0 session, by name.
 
 Inputs exist twice: ``host.*`` (pinned, written between ticks) and ``input.*`` (device, copied by
-the first segment). ``next.*`` carry latched text from the prefix to the last segment, the only one
-that writes STATE. Constants are the weights and tables under their own names.
+the first segment that reads them). ``next.*`` carry latched text from the prefix to the last
+segment, the only one that writes STATE. Constants are the weights and tables under their own
+names.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ PROMPT_HEAD, SUBGOAL_HEAD, STATE_TEXT_HEAD = 2, 3, 1
 
 REPORT = 3  # of a tick: its number, the subgoal's sequence, which candidate was kept
 
-INPUTS = ('images', 'control', 'prompt', 'subgoal', 'state', 'noise')
+SMALL_INPUTS = ('control', 'prompt', 'subgoal', 'state', 'noise')
+INPUTS = ('images', *SMALL_INPUTS)
 STATE = (  # of the chunk mode 'blend'; see state_names for the others
     'seed', 'branch', 'tick', 'prompt_tokens', 'prompt_length', 'subgoal_tokens', 'subgoal_length',
     'subgoal_sequence', 'previous_chunk', 'queue_index',

@@ -7,18 +7,22 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from flashrt_core.capsule import Boundary
+from flashrt_core.capsule import CapsuleInfo
+from flashrt_core.capsule import Mark
 from flashrt_core.errors import ConfigError
 from flashrt_core.errors import LaneError
 from flashrt_core.errors import LaneTimeout
 from flashrt_core.errors import MissingKey
 from flashrt_core.policies.pi0.config import Pi0Config
 from flashrt_core.policies.pi0.graphs import BEST
+from flashrt_core.policies.pi0.graphs import vision_label
 from flashrt_core.policies.pi0.inputs import check_input
 from flashrt_core.policies.pi0.inputs import check_range
 from flashrt_core.policies.pi0.inputs import write_input
@@ -26,12 +30,24 @@ from flashrt_core.policies.pi0.layout import ports
 from flashrt_core.policies.prompts import StateText
 from flashrt_core.policies.protocol import Candidates
 from flashrt_core.policies.protocol import Chunk
+from flashrt_core.policies.protocol import Frame
 from flashrt_core.policies.protocol import TickInput
 from flashrt_core.policies.text import Tokenizer
 from flashrt_core.runtime import BufferSet
 from flashrt_core.runtime import Lane
 from flashrt_core.runtime import LaneResult
 from flashrt_core.runtime import Plan
+
+
+@dataclass(frozen=True)
+class Absent:
+    """The frame of a view without an image, which is black and masked."""
+
+    stamp_ns: int = -(2**64)  # outside every clock
+    digest: int = 0
+
+
+ABSENT = Absent()
 
 
 def reset_state(buffers: BufferSet, c: Pi0Config) -> None:
@@ -56,12 +72,14 @@ class Pi0Session:
         lane: Lane,
         plans: Mapping[tuple[Hashable, ...], Plan],
         boundary: Boundary,
+        ticks: list[int],
         tokenizer: Tokenizer | None = None,
         state_text: StateText | None = None,
     ) -> None:
         """Take over what ``Pi0Policy.bind`` made.
 
         :param plans: by (rows,), and by (candidates, BEST).
+        :param ticks: ticks committed in each row, kept up here; the boundary reads its position.
         :param tokenizer: turns a prompt or subgoal into this family's form of it.
         :param state_text: of Pi0.5, turns the state of a tick into token ids.
         """
@@ -72,6 +90,9 @@ class Pi0Session:
         self.boundary = boundary
         self.ports = ports(config)
         self.state_text = state_text
+        self._ticks = ticks
+        self._encoded: dict[str, Frame] = {}  # whose tokens are in image_tokens; lane thread
+        boundary.on_restore.append(self._restored)
         self._plans = dict(plans)
         keys = {kind: {s.label: s.key for s in plan.segments} for kind, plan in plans.items()}
         self.plan_keys: dict[int, dict[str, tuple[Any, ...]]] = {
@@ -112,13 +133,26 @@ class Pi0Session:
                 f'use one of them or add it to {key}'
             )
 
+        frames: dict[str, Frame] = {}
+        reused: list[str] = []
+
         def before() -> None:
             self.boundary.check_usable()
-            write_input(tick_input, max(rows, n), self.buffers, self.config, self.state_text)
+            frames.update(self._frames(tick_input))
+            reused.extend(v for v, frame in frames.items() if _same(self._encoded.get(v), frame))
+            # Until the tick has ended, what it encodes may be half-written.
+            self._encoded = {v: self._encoded[v] for v in reused}
+            write_input(
+                tick_input, max(rows, n), self.buffers, self.config, self.state_text, reused
+            )
+
+        def after() -> Chunk:
+            self._encoded = frames
+            return self._read_chunk(rows, n, tuple(reused))
 
         result: Future[Chunk] = Future()
         result.set_running_or_notify_cancel()
-        run = self.lane.run(plan, before, lambda: self._read_chunk(rows, n))
+        run = self.lane.run(plan, before, after, skip=lambda: {vision_label(v) for v in reused})
         run.add_done_callback(lambda done: _hand_over(done, result))
         return result
 
@@ -194,6 +228,21 @@ class Pi0Session:
         if source != target:
             for buffer in self.buffers.state():
                 buffer.row(target).copy_(buffer.row(source))
+            self._ticks[target] = self._ticks[source]
+
+    def _restored(self, point: CapsuleInfo | Mark, rows: tuple[int, ...]) -> None:
+        """Follow a restore: what is outside the boundary counts as lost, vision included."""
+        self._encoded = {}
+        for row in rows:
+            self._ticks[row] = point.position
+
+    def _frames(self, t: TickInput) -> dict[str, Frame]:
+        """Return which frame each view shows, where that is known and of use."""
+        if not self.config.reuse_vision:
+            return {}
+        shown = {v: ABSENT if t.images.get(v) is None else t.frames.get(v) for v in
+                 self.config.views}
+        return {v: frame for v, frame in shown.items() if frame is not None}
 
     def _row(self, row: int) -> int:
         whole = isinstance(row, int | np.integer) and not isinstance(row, bool)
@@ -203,10 +252,16 @@ class Pi0Session:
             )
         return int(row)
 
-    def _read_chunk(self, rows: int, best_of: int) -> Chunk:
-        """Copy the outputs of the tick that just ended; lane thread."""
+    def _read_chunk(self, rows: int, best_of: int, reused: tuple[str, ...]) -> Chunk:
+        """Copy the outputs of the tick that just ended and count it; lane thread."""
+        for row in range(rows):
+            self._ticks[row] += 1
+        plan_keys = self.plan_keys[rows] if best_of == 1 else self.best_of_keys[best_of]
+        left_out = {vision_label(view) for view in reused}
+        keys = {label: key for label, key in plan_keys.items() if label not in left_out}
         tick, sequence, kept = self.buffers['host.report'].tensor.tolist()
         actions = self.buffers['host.actions'].tensor[: max(rows, best_of)].numpy().copy()
+        candidates = None
         if best_of > 1:
             candidates = Candidates(
                 actions,
@@ -214,11 +269,15 @@ class Pi0Session:
                 float(self.buffers['host.spread'].tensor),
                 kept,
             )
-            keys = self.best_of_keys[best_of]
-            return Chunk(
-                actions[kept : kept + 1].copy(), tick, sequence, {}, keys, candidates
-            )
-        return Chunk(actions, tick, sequence, graph_keys=self.plan_keys[rows])
+            actions = actions[kept : kept + 1].copy()
+        return Chunk(actions, tick, sequence, {}, keys, candidates, reused)
+
+
+def _same(encoded: Frame | None, frame: Frame) -> bool:
+    return encoded is not None and (
+        encoded is frame
+        or (encoded.stamp_ns == frame.stamp_ns and encoded.digest == frame.digest)
+    )
 
 
 def _hand_over(done: Future[LaneResult[Chunk]], result: Future[Chunk]) -> None:
