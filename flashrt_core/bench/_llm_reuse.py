@@ -75,8 +75,9 @@ def _cold(bench: Bench, length: int, path: str, repeats: int,
     visits = bench.samples(repeats, visit)
     work = bench.sizes.first_token(0, length)
     floor_ms = work.seconds(bench.ceilings) * 1e3
-    medians[path] = _row(bench, length, path, visits, floor_ms, medians,
-                         work.flops / bench.ceilings.flops * 1e3)
+    medians['cold'] = float(percentiles(v.total for v in visits)['p50'])
+    medians['mfu'] = work.flops / bench.ceilings.flops * 1e3 / medians['cold']
+    _row(bench, length, path, visits, floor_ms, medians)
 
 
 def _warm(bench: Bench, length: int, path: str, repeats: int,
@@ -85,10 +86,9 @@ def _warm(bench: Bench, length: int, path: str, repeats: int,
     bench.ready(length)
     nbytes = bench.snapshot(store, 'visited', path)
     session = bench.session.boundary.session
-    if path == 'disk':
-        store.saved('visited', session).result()
     try:
         if path == 'disk':
+            store.saved('visited', session).result()
             visits = bench.samples(min(repeats, DISK_REPEATS),
                                    lambda: _from_disk(bench, store, session))
         else:
@@ -99,7 +99,7 @@ def _warm(bench: Bench, length: int, path: str, repeats: int,
     restore_s = {'gpu': 2 * nbytes / ceilings.bytes, 'host': nbytes / ceilings.host,
                  'disk': float(np.median([v.raw for v in visits])) / 1e3}[path]
     work = bench.sizes.first_token(length, len(bench.suffix))
-    _row(bench, length, path, visits, (restore_s + work.seconds(ceilings)) * 1e3, medians)
+    _row(bench, length, path, visits, (restore_s + work.seconds(ceilings)) * 1e3, medians, nbytes)
 
 
 def _visit(bench: Bench, store: CapsuleStore, raw_ms: float = 0.0) -> Visit:
@@ -127,7 +127,7 @@ def _from_disk(bench: Bench, store: CapsuleStore, session: str) -> Visit:
 def raw_read_ms(file: Path, threads: int) -> float:
     """Read a file that is not in the page cache, in pieces by so many threads."""
     _forget(file)
-    into = memoryview(bytearray(file.stat().st_size))
+    into = np.ones(file.stat().st_size, np.uint8).data  # its pages are there already
     fd = os.open(file, os.O_RDONLY)
     try:
         return timed_ms(lambda: in_pieces(
@@ -143,23 +143,20 @@ def _forget(file: Path) -> None:
 
 
 def _row(bench: Bench, length: int, path: str, visits: list[Visit], floor_ms: float,
-         medians: dict[str, float], ideal_ms: float | None = None) -> float:
-    """Add the row and return its median."""
+         medians: dict[str, float], nbytes: int = 0) -> None:
     found = percentiles(v.total for v in visits)
-    p50 = found['p50']
+    p50, cold = found['p50'], medians.get('cold')
     parts = {name: float(np.median([getattr(v, name) for v in visits]))
              for name in ('restore', 'append', 'token', 'raw')}
-    cold = medians.get('cold')
     raw = parts['raw'] or None
     best = None if raw is None else raw + parts['append'] + parts['token']
     bench.report.add(
         table='ttft', mtp=bench.c.mtp, length=length, path=path, n=found['n'], p50_ms=p50,
         p99_ms=found['p99'], floor_ms=floor_ms, of_floor=floor_ms / p50,
-        mfu=None if ideal_ms is None else ideal_ms / p50,
-        speedup=None if cold is None or path == 'cold' else cold / p50,
+        cold_mfu=medians.get('mfu'), speedup=None if cold is None else cold / p50,
         restore_ms=parts['restore'], append_ms=parts['append'], token_ms=parts['token'],
-        raw_read_ms=raw, over_raw=None if best is None else p50 / best)
-    return p50
+        raw_read_ms=raw, raw_gb_s=None if raw is None else nbytes / raw / 1e6,
+        over_raw=None if best is None else p50 / best)
 
 
 # -- what a capsule holds and costs -----------------------------------------------------------

@@ -216,8 +216,8 @@ def configure(arguments: argparse.Namespace, device: torch.device,
     drafts = max(arguments.drafts, default=0) if c.mtp and mtp else 0
     context = -(-(longest + drafts + 1) // 64) * 64
     c = replace(c, context=context, tokenizer='', mtp=c.mtp and mtp)
-    s = replace(s, branches=arguments.branches, tail_tokens=arguments.decode_tokens + 1,
-                draft_tokens=drafts, stop_ids=(), known_tokens=0,
+    s = replace(s, branches=arguments.branches if mtp else 0, draft_tokens=drafts,
+                tail_tokens=arguments.decode_tokens + 1, stop_ids=(), known_tokens=0,
                 prefill_keys=tuple(k for k in s.prefill_keys if k <= context))
     if device.type == 'cuda' and fast.selected(c, device):
         s = replace(s, smallest_span=context)  # fast reads keys by length: one graph a key does
@@ -229,7 +229,7 @@ def bound(arguments: argparse.Namespace, report: Report, clock: Clock, backend: 
           ceilings: Ceilings, mtp: bool = True) -> Iterator[Bench]:
     """Give a bench; its device memory is free again afterwards.
 
-    :param mtp: False binds the model without its multi-token head.
+    :param mtp: False binds the model without its multi-token head, and without branches.
     :raises OutOfMemory: it does not fit, with who holds what.
     """
     c, s = configure(arguments, backend.device, mtp)

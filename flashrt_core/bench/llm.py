@@ -145,7 +145,8 @@ def _notes(arguments: argparse.Namespace, report: Report, ceilings: Ceilings) ->
         'token are medians of the parts (of cold, append is the prefill). disk: the file is not '
         'in the page cache; raw_read, the same file read the same way just before, 1 or more '
         'threads, whichever is faster; over_raw, the time over raw read plus the other parts. '
-        'speedup: over cold of the same length; mfu: of cold, against the measured dense rate.',
+        'speedup: of cold of the same length over it; cold_mfu: of that cold path, against the '
+        'measured dense rate.',
         'sizes': 'sizes: what a capsule carries; arithmetic from the sizes of the model. mtp: '
         "with the multi-token head, its keys in the capsule and noted by every append ('MTP "
         "tail'), or bound without it.",

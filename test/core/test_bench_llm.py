@@ -71,8 +71,9 @@ def test_cold_and_each_tier_stand_beside_their_floor_with_and_without_mtp(rows):
         *((False, n, path) for n in (24, 40) for path in ('cold', 'gpu'))]
     for row in found:
         assert 0 < row['floor_ms'] and row['p50_ms'] <= row['p99_ms']
-        assert (row['mfu'] is None) == (row['path'] != 'cold')
-        assert (row['speedup'] is None) == (row['path'] == 'cold')
+        cold = next(r for r in found if (r['mtp'], r['length']) == (row['mtp'], row['length']))
+        assert row['cold_mfu'] == cold['cold_mfu'] > 0
+        assert row['speedup'] == cold['p50_ms'] / row['p50_ms']
         assert (row['raw_read_ms'] is None) == (row['path'] != 'disk')
 
 
