@@ -72,13 +72,15 @@ def _root(size: int, groups: Iterable[bytes]) -> bytes:
 def weights_digest(tensors: Mapping[str, torch.Tensor]) -> str:
     """Digest of named weights: names, dtypes, shapes and bytes, in name order, as hex.
 
-    Hashed in parallel in pieces of 16 MiB; GPU tensors come over piece by piece, so host memory
-    stays bounded. Equal weights give equal digests whatever device or file they came from.
+    Read out and hashed in parallel in pieces of 16 MiB, so host memory stays bounded. Equal
+    weights give equal digests whatever device or file they came from.
     """
     state = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name].detach().contiguous()
         flat = tensor.reshape(-1).view(torch.uint8)
+        if tensor.is_cuda:  # the pool's threads read on another stream than this one writes
+            torch.cuda.current_stream(tensor.device).synchronize()
         pieces = (flat[at : at + GROUP_BYTES] for at in range(0, flat.numel(), GROUP_BYTES))
         state.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
         for group in _in_order(pieces):
@@ -89,7 +91,7 @@ def weights_digest(tensors: Mapping[str, torch.Tensor]) -> str:
 def _in_order(pieces: Iterable[torch.Tensor]) -> Iterable[bytes]:
     pool, window = workers(), []
     for piece in pieces:
-        window.append(pool.submit(_piece, piece.cpu()))
+        window.append(pool.submit(_piece, piece))
         if len(window) >= 2 * WORKERS:
             yield window.pop(0).result()
     for waiting in window:
@@ -97,4 +99,4 @@ def _in_order(pieces: Iterable[torch.Tensor]) -> Iterable[bytes]:
 
 
 def _piece(piece: torch.Tensor) -> bytes:
-    return fold(leaves(piece.numpy().data))[0]
+    return fold(leaves(piece.cpu().numpy().data))[0]
