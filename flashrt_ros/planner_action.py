@@ -1,5 +1,7 @@
-"""The ~/plan action: a goal becomes a plan, its tokens and subgoals feedback, its end a result."""
+"""Plans from outside: goals of the ~/plan action, which wait for a result, and ~/instruction."""
 
+from collections.abc import Callable
+from concurrent.futures import Future as Ended
 from typing import Any
 
 from rclpy.action import ActionServer
@@ -18,6 +20,7 @@ from flashrt_ros.futures import run_in_thread
 from flashrt_ros.futures import wake
 from flashrt_ros.lifecycle import ACTIVE
 from flashrt_ros.msg import Subgoal
+from flashrt_ros.planner_plan import End
 from flashrt_ros.planner_plan import Plan
 from flashrt_ros.planner_plan import PlanRequest
 from flashrt_ros.planner_plan import Told
@@ -54,7 +57,7 @@ class PlanServer:
             self._node.frame.require((ACTIVE,), '~/plan')
             request = read_goal(goal.request)
             plan: Plan = await run_in_thread(
-                self._node, lambda: self._node.engine.start(
+                self._node, lambda: self._begin(
                     request, lambda told: self._tell(goal, told), goal.request.preempt), 'plan')
             self._plans[key] = plan
             if goal.is_cancel_requested:
@@ -67,6 +70,34 @@ class PlanServer:
         finally:
             self._plans.pop(key, None)
         return self._finish(goal, plan)
+
+    async def instruct(self, text: str) -> None:
+        """Begin a plan that nobody waits for, in the place of the one that runs.
+
+        What comes of it is told by ~/status and ~/events, and so is a refusal.
+        """
+        def begin() -> Plan:
+            self._node.frame.require((ACTIVE,), '~/instruction')
+            return self._begin(PlanRequest(text), self._tell_status, preempt=True)
+
+        try:
+            await run_in_thread(self._node, begin, 'instruction')
+        except FlashrtError as error:
+            self._node.count_refusal(error)
+            self._node.outputs.event('refused', 'instruction', {
+                'code': error.code, 'message': f'{error}; {self._node.now_text()}'})
+
+    def _begin(self, request: PlanRequest, tell: Callable[[Told], None], preempt: bool) -> Plan:
+        plan: Plan = self._node.engine.start(request, tell, preempt)
+
+        def ended(future: Ended[End]) -> None:
+            end = future.result()
+            self._node.outputs.event('plan', end.code, {
+                'plan': plan.number, 'instruction': request.instruction, 'message': end.message,
+                'subgoals': [item.text for item in plan.items], 'replans': plan.replans})
+
+        plan.ended.add_done_callback(ended)
+        return plan
 
     def _end_of(self, plan: Plan) -> Future:
         """Return what to await: the plan's end, or that it is decoded where nobody waits."""
@@ -99,8 +130,7 @@ class PlanServer:
 
     def _tell(self, goal: ServerGoalHandle, told: Told) -> None:
         plan = self._node.engine.plan if self._node.engine is not None else None
-        if not told.text:
-            self._node.outputs.status()
+        self._tell_status(told)
         if told.phase == 'ready' or not goal.is_active:
             return
         item = told.item
@@ -111,6 +141,10 @@ class PlanServer:
                 subgoal=item.text, sequence=item.sequence, outcome=item.outcome))
         except RCLError:
             pass  # the goal ended meanwhile
+
+    def _tell_status(self, told: Told) -> None:
+        if not told.text:
+            self._node.outputs.status()
 
 
 def read_goal(goal: PlanAction.Goal) -> PlanRequest:

@@ -99,6 +99,9 @@ class PlannerNode(SafeLifecycleNode):
         group = MutuallyExclusiveCallbackGroup()
         self._listen(SubgoalOutcome, 'subgoal_outcome', self._on_outcome, qos.record(), group)
         self._listen(String, 'scene', self._on_scene, qos.command(), group)
+        # Of its own: the next instruction is taken when this one's plan has begun.
+        self._listen(String, '~/instruction', self._on_instruction, qos.command(),
+                     MutuallyExclusiveCallbackGroup())
         self.outputs.status()
 
     # -- lifecycle, on the transition thread ----------------------------------------------------
@@ -254,6 +257,9 @@ class PlannerNode(SafeLifecycleNode):
 
     def _on_scene(self, message: String) -> None:
         self._scene = message.data
+
+    async def _on_instruction(self, message: String) -> None:
+        await self._plan_server.instruct(message.data)
 
     def _listen(self, message_type: Any, topic: str, callback: Any, profile: Any,
                 group: Any) -> None:

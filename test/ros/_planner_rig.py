@@ -1,5 +1,6 @@
 """A planner with the fake model, alone or bound to the executor's rig, over real DDS."""
 
+from collections.abc import Callable
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,9 +38,14 @@ class Goal:
 
     def __init__(self, rig: 'PlannerRig', **fields: Any) -> None:
         self.feedback: list[Plan.Feedback] = []
-        self.handle = _wait(rig.client.send_goal_async(
-            Plan.Goal(**fields), feedback_callback=lambda m: self.feedback.append(m.feedback)))
-        self._result = self.handle.get_result_async()
+        self._rig = rig
+        self.handle = _wait(self._sent(lambda: rig.client.send_goal_async(
+            Plan.Goal(**fields), feedback_callback=lambda m: self.feedback.append(m.feedback))))
+        self._result = self._sent(self.handle.get_result_async)
+
+    def _sent(self, send: Callable[[], Any]) -> Any:
+        # On the spinning thread: rclpy loses a reply that comes before its request was noted.
+        return _wait(self._rig.probe.executor.create_task(send))
 
     def result(self) -> Plan.Result:
         reply = _wait(self._result)
@@ -47,7 +53,7 @@ class Goal:
         return reply.result
 
     def cancel(self) -> None:
-        _wait(self.handle.cancel_goal_async())
+        _wait(self._sent(self.handle.cancel_goal_async))
 
     def until(self, phase: str) -> 'Goal':
         wait_until(lambda: any(f.phase == phase for f in self.feedback), f'phase {phase}')

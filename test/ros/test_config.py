@@ -36,7 +36,8 @@ def test_the_security_policy_lists_what_the_planner_creates():
         'planner_outputs', 'planner_node', 'planner_link', 'capsule_services'))
     topics = set(re.findall(r"(?:_publisher|_listen)\(\w+, '([^']+)'", sources))
     services = set(re.findall(r"\('(\w+)', srv\.", sources))
-    assert {'subgoal_outcome', 'scene', '~/status', '~/events'} <= topics and len(services) == 7
+    assert {'subgoal_outcome', 'scene', '~/instruction', '~/status'} <= topics
+    assert len(services) == 7
     assert topics <= _texts(_enclave('planner'), 'topic')
     assert {f'~/{name}' for name in services} <= _texts(_enclave('planner'), 'service')
 

@@ -1,7 +1,10 @@
 """The planner node: plans, cancel, subgoals out, outcomes, capsule services."""
 
+from collections.abc import Callable
+import json
 from pathlib import Path
 import threading
+from typing import Any
 
 from _fake_planner import FakePlanner
 from _planner_rig import FIRST
@@ -11,6 +14,7 @@ from _planner_rig import TWO
 from _ros_fixtures import wait_until
 from action_msgs.msg import GoalStatus
 import pytest
+from std_msgs.msg import String
 
 from flashrt_ros.msg import Subgoal
 from flashrt_ros.msg import SubgoalOutcome
@@ -215,7 +219,6 @@ def test_a_hold_leaves_a_decoded_plan_and_a_reset_ends_it(tmp_path: Path) -> Non
 
 def test_a_failed_subgoal_is_planned_anew_with_the_newest_scene_and_then_given_up(
         tmp_path: Path) -> None:
-    from std_msgs.msg import String
     with planner_rig(tmp_path, prompt_form='plain') as (planner, robot):
         robot.run()
         goal = planner.goal(TWO, wait=True).until('execute')
@@ -294,3 +297,49 @@ def test_an_outcome_that_nobody_waits_for_is_counted(tmp_path: Path) -> None:
         planner.outcome(1, 9)
         wait_until(lambda: planner.node.report.refusals.snapshot().get(
             'outcome_unexpected') == 2, 'both to be counted')
+
+
+def instruct(planner) -> Callable[[str], None]:
+    publisher = planner.probe.create_publisher(String, '/planner/instruction', 1)
+    wait_until(lambda: publisher.get_subscription_count() > 0, 'the planner to listen')
+    return lambda text: publisher.publish(String(data=text))
+
+
+def plan_event(planner, code: str) -> dict[str, Any]:
+    found = wait_until(lambda: [e for e in planner.events if (e.kind, e.name) == ('plan', code)],
+                       f'a plan that ends with {code}')
+    return json.loads(found[-1].detail)
+
+
+def test_an_instruction_on_the_topic_is_planned_and_its_end_is_told_in_full(
+        tmp_path: Path) -> None:
+    with planner_rig(tmp_path) as (planner, robot):
+        say = instruct(planner)
+        robot.run()
+        say(TWO)
+        until_latched(robot, 1)
+        planner.outcome(1)
+        until_latched(robot, 2)
+        planner.outcome(2)
+        told = plan_event(planner, 'ok')
+        assert told['subgoals'] == [FIRST, SECOND] and told['instruction'] == TWO
+        wait_until(lambda: planner.statuses[-1].code == 'ok', 'the status')
+
+
+def test_a_new_instruction_takes_the_place_of_the_one_before_and_a_wrong_one_changes_nothing(
+        tmp_path: Path) -> None:
+    with planner_rig(tmp_path) as (planner, robot):
+        say = instruct(planner)
+        robot.run()
+        say(TWO)
+        until_latched(robot, 1)
+        say('')
+        wait_until(lambda: any(e.kind == 'refused' and 'parameter_invalid' in e.detail
+                               for e in planner.events), 'the refusal')
+        assert planner.node.engine.plan.stopped is None, 'the plan goes on'
+        say('make me a coffee')
+        assert plan_event(planner, 'superseded')['instruction'] == TWO
+        assert 'coffee' in plan_event(planner, 'cannot')['message']
+        say('go home')
+        until_latched(robot, 2)
+        assert robot.executor.engine.slot.requested == 2

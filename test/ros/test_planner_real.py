@@ -17,7 +17,12 @@ SCENE = 'blocks: red. zones: blue.'
 def plan_of(goal) -> str:
     result = goal.result()
     assert result.success or result.code == 'cannot', result.message
-    return ''.join(f.text for f in goal.feedback)
+
+    def text() -> str:  # a token is a byte; the last feedback may come after the result
+        return ''.join(f.text for f in goal.feedback)
+
+    wait_until(lambda: len(text().encode()) >= result.tokens, 'all feedback')
+    return text()
 
 
 @pytest.mark.parametrize('form', ['tabletop', 'plain'])
