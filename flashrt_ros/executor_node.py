@@ -141,6 +141,7 @@ class ExecutorNode(SafeLifecycleNode):
             self.get_logger().warning(
                 'the weights are random: this policy can be measured, and its actions mean '
                 'nothing; give checkpoint for trained ones')
+        self._told('preparing capsules', 0.0)
         self._check_best_of(self.parameters)
         self._tokenizer = session.tokenizer
         self.store = store = CapsuleStore(

@@ -101,17 +101,17 @@ def check_memory(need: MemoryNeed, capsule_bytes: int, backend: Backend) -> str:
     # On the CPU a capsule's pages take memory only when it is made.
     total += capsule_bytes if backend.name == 'cuda' else 0
     sentence = (
-        f'memory: {_gib(need.constants)} of weights and tables, {_gib(need.buffers)} of buffers, '
-        f'{_gib(need.pinned)} pinned, {_gib(capsule_bytes)} of capsules on {backend.device}, '
-        f'where {_gib(free.free)} of {_gib(free.total)} are free; graphs and workspaces come on '
-        'top')
+        f'memory: {_size(need.constants)} of weights and tables, {_size(need.buffers)} of '
+        f'buffers, {_size(need.pinned)} pinned, {_size(capsule_bytes)} of capsules on '
+        f'{backend.device}, where {_size(free.free)} of {_size(free.total)} are free; graphs and '
+        'workspaces come on top')
     if total > free.free:
         raise OutOfMemory(
-            f'{sentence}: {_gib(total)} do not fit, nothing was loaded; free memory on the '
+            f'{sentence}: {_size(total)} do not fit, nothing was loaded; free memory on the '
             'device, or give smaller capsule budgets, fewer rows in the policy config or a '
             'smaller policy')
     return sentence
 
 
-def _gib(count: int) -> str:
-    return f'{count / 2**30:.2f} GiB'
+def _size(count: int) -> str:
+    return f'{count / 2**30:.2f} GiB' if count >= 2**30 else f'{count / 2**20:.1f} MiB'

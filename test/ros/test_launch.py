@@ -7,24 +7,27 @@ import re
 
 import pytest
 
+from flashrt_ros import launch_arguments
+
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / 'launch').glob('*.launch.py'))
+ACTIONS = (ROOT / 'flashrt_ros/launch_actions.py').read_text()
+CONFIGURATION = re.compile(r"LaunchConfiguration\('(\w+)'\)")
 
 
-def _constant(path: Path, name: str):
+def _value(path: Path, name: str):
+    """Value of a constant of a launch file, evaluated without importing ``launch``."""
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], 'id', '') == name:
-            if isinstance(node.value, ast.Dict):
-                return tuple(ast.literal_eval(key) for key in node.value.keys)
-            return ast.literal_eval(node.value)
+            return eval(compile(ast.Expression(node.value), str(path), 'eval'),
+                        dict(vars(launch_arguments)))
     return ()
 
 
-def _mapping(path: Path, name: str) -> dict:
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], 'id', '') == name:
-            return ast.literal_eval(node.value)
-    return {}
+def _parameters(path: Path) -> dict:
+    """Parameters that a launch file gives, by node."""
+    given = _value(path, 'PARAMETERS')
+    return given if isinstance(given, dict) else {path.name.split('.')[0]: given}
 
 
 def _load(path: Path):
@@ -38,8 +41,9 @@ def _load(path: Path):
 
 @pytest.mark.parametrize('path', FILES, ids=lambda p: p.name)
 def test_every_argument_has_a_description_and_a_default_among_its_choices(path):
-    arguments = _constant(path, 'ARGUMENTS')
+    arguments = _value(path, 'ARGUMENTS')
     assert arguments
+    assert len({argument[0] for argument in arguments}) == len(arguments)
     for name, default, text, choices in arguments:
         assert len(text) > 5, name
         assert choices is None or default in choices, name
@@ -48,18 +52,20 @@ def test_every_argument_has_a_description_and_a_default_among_its_choices(path):
 @pytest.mark.parametrize('path', FILES, ids=lambda p: p.name)
 def test_every_argument_is_used_and_every_used_one_is_declared(path):
     text = path.read_text()
-    names = {argument[0] for argument in _constant(path, 'ARGUMENTS')}
-    named = set(re.findall(r"LaunchConfiguration\('(\w+)'\)", text))
-    named = {name for name in named if not name.endswith('params_file')}
-    listed = set(_constant(path, 'PARAMETERS')) | set(_constant(path, 'TYPED'))
-    assert named <= names
-    assert names == named | (listed & names)
+    names = {argument[0] for argument in _value(path, 'ARGUMENTS')}
+    used = set(CONFIGURATION.findall(text))
+    used |= set(CONFIGURATION.findall(ACTIONS)) if 'process(' in text else set()
+    assert names == used | {name for listed in _parameters(path).values() for name in listed}
 
 
 def test_the_executables_exist_in_setup_cfg():
     scripts = (ROOT / 'setup.cfg').read_text()
     for path in FILES:
-        for executable in re.findall(r"executable='(\w+)'", path.read_text()):
+        text = path.read_text()
+        named = re.findall(r"(?:executable=|process\()'(\w+)'", text)
+        named += list(_parameters(path)) if 'process(name' in text else []
+        assert named, path.name
+        for executable in named:
             assert re.search(rf'^\s*{executable} = flashrt_ros\.', scripts, re.M), executable
 
 
@@ -69,15 +75,30 @@ def test_the_parameters_given_by_launch_are_those_of_the_nodes():
     from flashrt_ros.planner_parameters import SPECS as planner_specs
     from flashrt_ros.tabletop_parameters import SPECS as tabletop_specs
 
-    executor = {spec.name for spec in executor_specs} | {'use_sim_time'}
-    assert set(_constant(ROOT / 'launch/executor.launch.py', 'PARAMETERS')) <= executor
-    tabletop = {spec.name for spec in tabletop_specs}
-    assert set(_constant(ROOT / 'launch/tabletop.launch.py', 'PARAMETERS')) <= tabletop
-    planner = {spec.name for spec in planner_specs}
-    for name in ('bringup', 'two_process'):
-        path = ROOT / f'launch/{name}.launch.py'
-        for parameter, node in _mapping(path, 'PARAMETERS').items():
-            assert parameter in {'executor': executor, 'planner': planner}[node], parameter
+    known = {node: {spec.name: spec for spec in specs} for node, specs in (
+        ('executor', executor_specs), ('planner', planner_specs), ('tabletop', tabletop_specs))}
+    known['policy'] = known['executor']
+    truths = 0
+    for path in FILES:
+        types = {name: choices for name, _, _, choices in _value(path, 'ARGUMENTS')}
+        for node, names in _parameters(path).items():
+            assert set(names) <= {*known.get(node, {}), 'use_sim_time'}, (path.name, node)
+            for name in set(names) & set(known.get(node, {})):
+                truth = isinstance(known[node][name].default, bool)
+                assert truth == (types[name] == launch_arguments.TRUTH), (path.name, name)
+                truths += truth
+    assert truths
+
+
+def test_the_shared_arguments_default_to_what_the_parameters_default_to():
+    pytest.importorskip('rclpy')
+    from flashrt_ros.executor_parameters import SPECS as executor_specs
+    from flashrt_ros.planner_parameters import SPECS as planner_specs
+
+    for arguments, specs in ((launch_arguments.POLICY, executor_specs),
+                             (launch_arguments.PLANNER, planner_specs)):
+        defaults = {spec.name: spec.default for spec in specs}
+        assert {a[0]: a[1] for a in arguments} == {a[0]: defaults[a[0]] for a in arguments}
 
 
 def test_parameter_files_are_keyed_so_that_a_namespace_does_not_hide_them():
@@ -93,5 +114,9 @@ def test_parameter_files_are_keyed_so_that_a_namespace_does_not_hide_them():
 @pytest.mark.parametrize('path', FILES, ids=lambda p: p.name)
 def test_the_launch_description_builds_with_its_arguments(path):
     description = _load(path)
-    declared = {argument.name for argument in description.get_launch_arguments()}
-    assert {argument[0] for argument in _constant(path, 'ARGUMENTS')} <= declared
+    declared = {argument.name: argument for argument in description.get_launch_arguments()}
+    for name, default, text, choices in _value(path, 'ARGUMENTS'):
+        argument = declared[name]
+        assert argument.description.startswith(text), name
+        assert argument.choices is None or tuple(argument.choices) == choices, name
+        assert (argument.default_value is None) == (default is None), name

@@ -111,7 +111,7 @@ def backend_with(free: int, integrated: bool, name: str, monkeypatch: Any) -> An
 def test_what_will_be_allocated_and_what_is_free_is_said_with_figures(monkeypatch: Any) -> None:
     need = MemoryNeed(constants=2 * GIB, buffers=GIB // 2, pinned=GIB // 4)
     text = check_memory(need, GIB, backend_with(4 * GIB, False, 'cuda', monkeypatch))
-    assert '2.00 GiB of weights and tables, 0.50 GiB of buffers, 0.25 GiB pinned' in text
+    assert '2.00 GiB of weights and tables, 512.0 MiB of buffers, 256.0 MiB pinned' in text
     assert '1.00 GiB of capsules' in text and '4.00 GiB of 8.00 GiB are free' in text
 
 

@@ -1,0 +1,76 @@
+"""Actions that the launch files share; needs ``launch`` and ``launch_ros``.
+
+Parameter files come first and arguments second, so that what is given on the command line counts.
+"""
+
+from collections.abc import Iterable
+from collections.abc import Sequence
+from typing import Any
+
+from launch.actions import DeclareLaunchArgument
+from launch.actions import SetEnvironmentVariable
+from launch.substitutions import LaunchConfiguration
+from launch.substitutions import PathJoinSubstitution
+from launch_ros.actions import Node
+from launch_ros.parameter_descriptions import ParameterValue
+from launch_ros.substitutions import FindPackageShare
+
+from flashrt_ros.launch_arguments import Argument
+from flashrt_ros.launch_arguments import TRUTH
+
+
+def declared(arguments: Iterable[Argument]) -> list[DeclareLaunchArgument]:
+    """Return the declarations of a launch file's arguments."""
+    return [
+        DeclareLaunchArgument(name, description=text, choices=choices,
+                              **({} if default is None else {'default_value': default}))
+        for name, default, text, choices in arguments
+    ]
+
+
+def parameter_file(node: str, argument: str = 'params_file') -> DeclareLaunchArgument:
+    """Declare the argument for a node's parameter file, by default the one below config/."""
+    return DeclareLaunchArgument(
+        argument, default_value=_shared('config', f'{node}.yaml'),
+        description=f'parameters under /**/{node}:')
+
+
+def overrides(arguments: Sequence[Argument], names: Iterable[str]) -> dict[str, ParameterValue]:
+    """Return the parameters that arguments of the same name stand for, with their types."""
+    truths = {name for name, _, _, choices in arguments if choices == TRUTH}
+    return {name: ParameterValue(LaunchConfiguration(name),
+                                 value_type=bool if name in truths else str) for name in names}
+
+
+def process(executable: str, files: Sequence[str] = ('params_file',), ros_arguments: Any = (),
+            **options: Any) -> Node:
+    """Return the process of a node of this package.
+
+    :param files: arguments that name parameter files. :param options: of launch_ros' Node.
+    """
+    # As an argument a missing file is refused; as a parameter launch only warns of it.
+    named = [part for file in files for part in ('--params-file', LaunchConfiguration(file))]
+    return Node(
+        package='flashrt_ros',
+        executable=executable,
+        namespace=LaunchConfiguration('namespace'),
+        prefix=LaunchConfiguration('python'),
+        ros_arguments=[*named, *ros_arguments, '--log-level', LaunchConfiguration('log_level')],
+        respawn=LaunchConfiguration('respawn'),
+        respawn_delay=1.0,
+        # A load or a last hold may take longer than the 5 s that launch gives by itself.
+        sigterm_timeout='15',
+        output='screen',
+        emulate_tty=True,
+        **options,
+    )
+
+
+def large_messages() -> SetEnvironmentVariable:
+    """Give Fast DDS the profile under which camera images go through shared memory."""
+    return SetEnvironmentVariable(
+        'FASTRTPS_DEFAULT_PROFILES_FILE', _shared('config', 'fastdds_shm.xml'))
+
+
+def _shared(*parts: str) -> PathJoinSubstitution:
+    return PathJoinSubstitution([FindPackageShare('flashrt_ros'), *parts])
