@@ -89,6 +89,31 @@ def test_a_config_is_fitted_to_a_robot_of_fewer_joints_and_cameras() -> None:
     assert (config.state_width, config.action_width) == (32, 32)
 
 
+ROBOTS = sorted(file.stem for file in (CONFIG / 'embodiments').glob('*.yaml'))
+
+
+@pytest.mark.parametrize('config', ['pi0', 'pi05', 'pi0_tiny', 'pi05_tiny'])
+@pytest.mark.parametrize('name', ROBOTS)
+def test_each_shipped_robot_goes_with_each_config_of_its_cameras(name: str, config: str) -> None:
+    policy, policy_name = make_policy(config.split('_')[0]), config.split('_')[0]
+    own = robot(name)
+
+    def fitted(fit: bool) -> Any:
+        given = bound_with(policy_name, name, policy_config=f'{config}.yaml', fit_to_robot=fit)
+        check_fit(policy, given, own)
+        return load_config(given)
+
+    if name.startswith('tabletop') != config.endswith('tiny'):
+        for fit in (True, False):
+            with pytest.raises(ConfigError, match=r'is not a view of|joints lists'):
+                fitted(fit)
+        return
+    c = fitted(True)
+    assert c.state_dim == c.action_dim == len(own.joints)
+    assert set(c.views) == set(own.views)
+    assert fitted(False) == load_config(CONFIG / f'{config}.yaml')
+
+
 def test_a_robot_whose_view_the_policy_has_not_is_refused_before_loading() -> None:
     for check in (lambda: bound_with(policy_config='pi0', fit_to_robot=True),
                   lambda: check_fit(make_policy('pi0'), 'pi0', robot())):
