@@ -15,6 +15,7 @@ from lifecycle_msgs.msg import Transition
 from rclpy.parameter import Parameter
 
 from flashrt_core.errors import WrongState
+from flashrt_ros.config_files import parameters_in_any_namespace
 from flashrt_ros.executor_node import ExecutorNode
 from flashrt_ros.lifecycle import ACTIVE
 from flashrt_ros.lifecycle import SafeLifecycleNode
@@ -92,7 +93,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             autostart(*nodes)
         return nodes
 
-    return run_nodes(make, argv, stop_timeout_s=10.0)
+    arguments = parameters_in_any_namespace(
+        sys.argv if argv is None else argv, 'executor', 'planner')
+    return run_nodes(make, arguments, stop_timeout_s=10.0)
 
 
 if __name__ == '__main__':

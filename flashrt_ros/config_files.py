@@ -81,6 +81,35 @@ def parameter_files_for_others(argv: Sequence[str], *node_names: str) -> list[st
     return sentences
 
 
+def parameters_in_any_namespace(argv: Sequence[str], *node_names: str) -> list[str]:
+    """Return arguments in which ``-p NODE:NAME:=VALUE`` holds below a namespace too.
+
+    rcl takes NODE for ``/NODE`` there and silently passes over a node of that name in a namespace;
+    so those of the named nodes become a parameter file, kept in memory while this process lives.
+
+    :param argv: as in sys.argv. :param node_names: of the process, without namespace.
+    """
+    kept: list[str] = []
+    found: dict[str, list[str]] = {}
+    pending = False
+    for argument in argv:
+        node, _, rule = argument.partition(':')
+        name, is_rule, value = rule.partition(':=')
+        if pending and node in node_names and is_rule:
+            kept.pop()
+            found.setdefault(node, []).append(f'    "{name}": {value}\n')
+        else:
+            kept.append(argument)
+        pending = argument in ('-p', '--param')
+    if not found:
+        return kept
+    file = os.memfd_create('parameters')
+    os.write(file, ''.join(
+        f'/**/{node}:\n  ros__parameters:\n{"".join(lines)}' for node, lines in found.items()
+    ).encode())
+    return [*kept, '--ros-args', '--params-file', f'/proc/{os.getpid()}/fd/{file}']
+
+
 def _sections(document: Any, place: str) -> Iterator[str]:
     if isinstance(document, dict):
         for key, value in document.items():
