@@ -53,7 +53,7 @@ class ExecutorServices:
         """
         engine, node = self._node.engine, self._node
         tokens = list(message.tokens)
-        if not tokens and message.text:
+        if not tokens and message.text.strip():
             tokens = node.tokenize(message.text, engine.ports.subgoal_tokens)
         accepted = engine.slot.admit(
             sequence=message.sequence, episode=message.episode, text=message.text, tokens=tokens,

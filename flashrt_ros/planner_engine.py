@@ -39,7 +39,7 @@ CONTEXT = 'context'
 COUNTERS = ('plans', 'plans_ok', 'plans_cannot', 'plans_cancelled', 'plans_superseded',
             'plans_failed', 'replans', 'subgoals_written', 'subgoals_refused', 'tokens',
             'capsule_misses', 'rollbacks')
-STAGES = ('restore', 'append', 'ttft', 'token')
+STAGES = ('restore', 'append', 'ttft', 'token', 'write')
 MARKS = 8
 _WARM_UP_TOKENS = 4
 
@@ -297,11 +297,13 @@ class PlannerEngine:
     def _write(self, text: str, sequence: int, episode: int, priority: int,
                deadline_s: float) -> None:
         limit = deadline_s or self._parameters['subgoal_deadline_s']
+        begun = time.perf_counter()
         try:
             self._link.write(text, sequence, episode, priority, limit)
         except FlashrtError:
             self._counters.add('subgoals_refused')
             raise
+        self.rings['write'].record((time.perf_counter() - begun) * 1e6)
         self._counters.add('subgoals_written')
 
     # -- the session's state --------------------------------------------------------------------

@@ -1,9 +1,13 @@
 """The planner's way to an executor: into its input slot in the same process, or over ROS.
 
 Bound: the subgoal is admitted by the executor's own slot, between two replays, without a message.
-Its token ids are on the host already, because grammar and stop text read them there; the next
-tick's copy-in takes them to the device. Over ROS the executor's answer is awaited: the reply of
-~/set_subgoal, or on the topic the event that tells of the acceptance or refusal.
+It is handed over as words, on the host. A copy from the planner's device buffers would hand over
+the wrong numbers: its ids are of another vocabulary than the policy's. Nor would it spare a copy:
+each id is read on the host anyway, where the grammar makes the next one's mask of it and the text
+says where a subgoal ends; slot and ~/events need them there to judge and to replay; and a tick's
+copy-in takes the slot to the device whether something new is in it or not.
+Over ROS the executor's answer is awaited: the reply of ~/set_subgoal, or on the topic the event
+that tells of the acceptance or refusal.
 """
 
 from collections.abc import Callable

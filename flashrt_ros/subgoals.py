@@ -175,7 +175,8 @@ class SubgoalSlot:
     def _check_content(self, ids: tuple[int, ...], deadline_s: float) -> None:
         problem = ''
         if not ids:
-            problem = 'has neither tokens nor text; send one of them'
+            problem = ('has neither tokens nor text; send one of them: to stop the robot is '
+                       '~/hold, to go back to its prompt ~/reset')
         elif len(ids) > self._max_tokens:
             problem = f'has {len(ids)} tokens, the slot takes {self._max_tokens}; shorten it'
         elif min(ids) < 0 or max(ids) >= self._vocabulary:

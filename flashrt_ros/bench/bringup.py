@@ -21,12 +21,14 @@ from flashrt_core.errors import LaneBusy
 from flashrt_ros.bench.interrupts import interrupt
 from flashrt_ros.bench.interrupts import PARTS
 from flashrt_ros.bench.interrupts import Taken
+from flashrt_ros.bench.interrupts import written
 from flashrt_ros.bench.pair import Pair
 from flashrt_ros.bench.pair import pair
 from flashrt_ros.planner_plan import PlanRequest
 from flashrt_ros.statistics import Summary
 
 WARM_UP_S = 1.0
+WRITES = 200
 SHARE_WANTED = 0.7  # of its solo tokens that the planner is to keep, with no deadline missed
 COUNTED = ('ticks', 'tick_deadline_missed', 'exhausted', 'tokens', 'segments_waited',
            'segments_oversize')
@@ -52,6 +54,7 @@ def run(arguments: argparse.Namespace) -> Report:
             both, stages = _phase(now, report, 'together', arguments.seconds)
             now.say(f'{arguments.interrupts} interrupts')
             taken = interrupt(now, arguments.interrupts)
+            found = percentiles(written(now, WRITES))
         _side_by_side(report, stages_alone, stages)
         share = both['tokens_per_s'] / max(planning['tokens_per_s'], 1e-9)
         missed = {name: both[name] for name in ('missed_deadlines', 'missed_steps', 'exhausted')}
@@ -64,6 +67,9 @@ def run(arguments: argparse.Namespace) -> Report:
                           *segments.values()]) / 1e3
         _latency(report, taken, longest_ms, stages['inference'].p99 / 1e3,
                  now.executor.engine.embodiment.step_period_s * 1e3)
+        report.notes.append(
+            f'a subgoal from the planner into the slot: p50 {found["p50"]:.0f} us, p99 '
+            f'{found["p99"]:.0f} us of {WRITES}; the next tick copies it in, new or not')
         report.notes.append('planner segments p99: ' + ', '.join(
             f'{name} {us / 1e3:.2f} ms' for name, us in sorted(segments.items())))
         report.details['interrupts_ms'] = [one.parts_ms for one in taken]

@@ -25,6 +25,7 @@ from flashrt_ros.srv import SetSubgoal
 PARTS = ('call to acceptance', 'acceptance to tick', 'tick to chunk in play', 'chunk to command',
          'call to first new command')
 TOKENS = tuple(range(2, 10))  # what the goal says does not matter to a policy of random weights
+WRITE_PAUSE_S = 0.005
 PAUSE_S = 0.2  # at most, between an answer and the next call
 ANSWER_S = 30.0
 
@@ -142,3 +143,19 @@ def _one(client: Client, engine: Engine, moments: Moments) -> Taken:
     whole_ms = (moments.command_ns - called_ns) / 1e6
     return Taken((accepted_ms, to_tick_ms, in_play_ms - accepted_ms - to_tick_ms,
                   whole_ms - in_play_ms, whole_ms), moments.answer['steps_meanwhile'])
+
+
+def written(run: Pair, count: int) -> list[float]:
+    """Return the microseconds of writes into the slot as the bound planner makes them.
+
+    A policy with a tokenizer gets words, as from a plan; one without gets ids.
+    """
+    words = '' if run.executor.engine.session.tokenizer is None else 'go home'
+    found = []
+    for _ in range(count):
+        threading.Event().wait(WRITE_PAUSE_S)
+        subgoal = Subgoal(text=words, tokens=() if words else TOKENS)
+        begun = time.perf_counter()
+        run.executor.services_made.subgoal(subgoal)
+        found.append((time.perf_counter() - begun) * 1e6)
+    return found

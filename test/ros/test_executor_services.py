@@ -112,6 +112,7 @@ def test_subgoals_are_numbered_latched_and_told(tmp_path: Path) -> None:
         for subgoal, words in (
                 (Subgoal(sequence=1, text='home'), 'already'),
                 (Subgoal(), 'neither tokens nor text'),
+                (Subgoal(text=' \n'), '~/hold'),
                 (Subgoal(tokens=[1] * 25), '25 tokens'),
                 (Subgoal(tokens=[9999]), '9999'),
                 (Subgoal(text='home', episode=77), 'episode 77')):

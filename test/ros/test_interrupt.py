@@ -136,13 +136,17 @@ def test_a_flood_on_the_topic_keeps_the_newest_and_the_robot_moving(tmp_path: Pa
         while sent < 1500:
             while sent < 1000 * (time.monotonic() - begun):
                 sent += 1
-                publisher.publish(Subgoal(sequence=sent, tokens=[5],
-                                          priority=Subgoal.PRIORITY_INTERRUPT))
+                publisher.publish(Subgoal(
+                    sequence=sent, tokens=[sent % 500] * (1 + sent % 20),
+                    priority=Subgoal.PRIORITY_INTERRUPT))
             pause.wait(0.001)
         wait_until(lambda: r.executor.engine.slot.latched == sent, 'the newest to be latched')
         counters = r.executor.report.counters
         assert r.executor.control.ticks_played > ticks + 5 and len(r.arm.commands) > commands + 20
         assert counters['subgoals_accepted'] <= sent / 3, 'the topic rests after each'
+        given = [t.subgoal for t in r.policy.switches.inputs if t.subgoal is not None]
+        assert len(given) > 5 and all(
+            list(s.tokens) == [s.sequence % 500] * (1 + s.sequence % 20) for s in given), 'torn'
         assert r.executor.phase == 'ticking' and counters['exhausted'] == 0
         wait_until(lambda: not r.executor.engine.interrupted, 'the last answer')
         assert interrupt(r).success

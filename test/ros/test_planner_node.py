@@ -195,6 +195,21 @@ def test_a_subgoal_of_somebody_else_makes_the_executor_refuse_the_plans_next_one
 
 
 @EACH
+def test_a_subgoal_for_a_past_episode_is_refused_and_nothing_of_its_plan_is_carried_out(
+        tmp_path: Path, link: str) -> None:
+    with planner_rig(tmp_path, link=link) as (planner, robot):
+        robot.run()
+        goal = planner.goal(TWO, wait=True).until('execute')
+        planner.node.link._heard = lambda *event: None  # as if the event came too late
+        robot.reset()
+        planner.outcome(1)
+        result = goal.result()
+        assert result.code == 'subgoal_refused' and 'for episode 1' in result.message
+        assert robot.executor.engine.slot.requested == 1
+        assert robot.executor.report.counters['subgoals_wrong_episode'] == 1
+
+
+@EACH
 def test_a_hold_that_was_asked_for_ends_what_is_being_decoded(tmp_path: Path, link: str) -> None:
     with planner_rig(tmp_path, link=link) as (planner, robot):
         robot.run()
@@ -249,6 +264,7 @@ def test_a_subgoal_whose_deadline_passes_holds_the_robot_and_is_planned_anew(
         result = goal.result()
         assert result.code == 'subgoal_timed_out' and result.replans == 1
         assert robot.executor.engine.slot.requested == 2
+        robot.until_event('subgoal_timed_out', '2')
         timed_out = [e.name for e in robot.events if e.kind == 'subgoal_timed_out']
         assert timed_out == ['1', '2'], 'each of them once'
 
