@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from flashrt_core.runtime import Lane
 
 Progress = Callable[[str, float], None]
+GUIDANCE_LIMIT = 100.0  # of TickInput.guidance
 
 
 class Modality(StrEnum):
@@ -40,6 +41,7 @@ class Modality(StrEnum):
     SUBGOAL = 'subgoal'
     ACTION = 'action'
     NOISE = 'noise'
+    GUIDANCE = 'guidance'
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,8 @@ class TickInput:
     latched. ``seed`` and both texts reach every row evaluated.
     ``noise``: float32 [rows, horizon, action_width], replaces the generated noise (parity tests).
     ``best_of``: candidates of row 0 evaluated together, of which one is kept (``rows`` stays 1).
+    ``guidance``: how strongly prompt and subgoal steer, 1 as trained, above 1 more; written into
+    the state, None keeps what is there. Only for a session with a port of that modality.
     ``frames``: view -> which frame its image is. A session that reuses vision results does not
     encode a frame that it encoded last; a view without a frame is always encoded.
     The arrays are read when the tick starts: do not change them before its future is done.
@@ -129,6 +133,7 @@ class TickInput:
     rows: int = 1
     best_of: int = 1
     frames: Mapping[str, Frame] = field(default_factory=dict)
+    guidance: float | None = None
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,12 @@ def check_forward() -> None:
     assert not close(guided, expected, 0.1), 'the comparison would say nothing'
     assert close(fast.denoise(noise, state, kv, mask, w, c, guide), guided, EXACT)
 
+    free = (torch.randn_like(kv), mask & (torch.arange(len(mask)) < 12))
+    noise = noise[[0, 1, 0, 1]]
+    expected = model.denoise(noise, state, kv, mask, w, c, guide, free)
+    assert not close(expected[:2], expected[2:], 0.1), 'the comparison would say nothing'
+    assert close(fast.denoise(noise, state, kv, mask, w, c, guide, free), expected, EXACT)
+
 
 if __name__ == '__main__':
     fast.SPLITS = fast.TIME_SPLITS = 1

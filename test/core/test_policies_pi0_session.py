@@ -28,6 +28,7 @@ from flashrt_core.policies.pi0.inputs import write_input
 from flashrt_core.runtime import Backend
 from flashrt_core.runtime import cpu_backend
 from flashrt_core.runtime import philox
+from flashrt_core.runtime import Role
 
 
 @pytest.fixture
@@ -341,12 +342,13 @@ def test_a_tick_dropped_between_segments_leaves_state_and_next_tick_as_they_were
 
 def test_addresses_and_constants_never_change(session):
     addresses = session.buffers.addresses()
-    constants = {b.name: b.tensor.cpu().clone() for b in session.buffers.by_role('constant')}
+    constants = {b.name: b.tensor.cpu().clone() for b in session.buffers.by_role(Role.CONSTANT)}
     lived_in(session)
     session.set_branches((1,), (9,)).result()
     session.tick(observation(rows=2))
     session.buffers.check_addresses()
     assert addresses == session.buffers.addresses()
+    assert constants
     for name, value in constants.items():
         assert torch.equal(value, session.buffers[name].tensor.cpu()), name
 

@@ -26,7 +26,7 @@ from flashrt_core.policies.normalise import Statistics
 from flashrt_core.policies.selectors import SELECTORS
 
 FAMILIES = ('pi0', 'pi05')
-RESERVED = {'state', 'prompt', 'subgoal', 'noise', 'action'}
+RESERVED = {'state', 'prompt', 'subgoal', 'noise', 'action', 'guidance'}
 FLOW_STEPS_LIMIT = 1000
 FILES = ('weights', 'tokenizer', 'statistics_file')  # may lie beside a config's file
 CONFIG_SUFFIXES = ('.yaml', '.yml')
@@ -49,6 +49,8 @@ class Pi0Config:
     most ``rtc_max_guidance``, of the mode 'rtc'.
     ``best_of_keys``: numbers of candidates captured, of which ``selector`` keeps one a tick, see
     policies/selectors.py; at most ``rows``.
+    ``guidance``: classifier-free guidance is bound: a second prefix without the task and twice the
+    rows in the expert, ``TickInput.guidance`` says how strong.
     ``reuse_vision``: encode each camera by a segment of its own, left out where the tick names the
     same frame again (``TickInput.frames``); slower where all frames are new.
     ``weights``: a safetensors file or folder; empty = random from ``weight_seed``.
@@ -95,6 +97,7 @@ class Pi0Config:
     row_keys: tuple[int, ...] = (1,)
     best_of_keys: tuple[int, ...] = ()
     selector: str = 'medoid'
+    guidance: bool = False
     reuse_vision: bool = False
     seed: int = 0
     weights: str = ''
@@ -143,7 +146,7 @@ class Pi0Config:
         """Return what decides how a state is read: all but paths, rows and first values."""
         skipped = (
             'weights weight_seed rows row_keys best_of_keys selector seed tokenizer cpu_threads '
-            'reuse_vision statistics_file statistics normalisation'
+            'guidance reuse_vision statistics_file statistics normalisation'
         ).split()
         record = {k: v for k, v in asdict(self).items() if k not in skipped}
         record |= {f'statistics.{k}': v for k, v in vars(self.statistics).items()}

@@ -8,6 +8,7 @@ Vision and prefix are bound by arithmetic: cuBLAS, and one row-wise kernel betwe
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -19,11 +20,16 @@ from flashrt_core.kernels import rows
 from flashrt_core.kernels import skinny
 from flashrt_core.kernels._launch import overlaps
 from flashrt_core.nn import gemma_layer
+from flashrt_core.nn import GemmaLayer
+from flashrt_core.nn import ModulatedLayer
 from flashrt_core.nn import rope_tables
 from flashrt_core.nn import siglip_layer
 from flashrt_core.policies.pi0.config import Pi0Config
 from flashrt_core.policies.pi0.model import Guide
+from flashrt_core.policies.pi0.model import Prefix
+from flashrt_core.policies.pi0.model import prefixes_of
 
+AnyLayer = GemmaLayer | ModulatedLayer
 SPLITS = 8       # of the sums over K in an expert layer: 128 programs at width 1024
 TIME_SPLITS = 4  # of the sum over K after the time MLP
 
@@ -106,6 +112,36 @@ def encode_prefix(
     rows.rotate_rows(F.linear(y, w[f'prefix.layers.{last}.kv']), cos, sin, q[:, :0], kv[last])
 
 
+class SuffixAttention:
+    """Projects and attends the expert's tokens layer by layer: all rows share one prefix, or each
+    half has its own.
+
+    q [R, S, heads, D] and suffix [R, S, 2, kv_heads, D] hold what a layer projects. ``alone``:
+    token 0 sees no other token of its suffix.
+    """
+
+    def __init__(self, prefixes: Sequence[Prefix], q: Tensor, suffix: Tensor, pdl: bool,
+                 alone: bool) -> None:
+        R, self._tokens, heads, D = q.shape
+        self._pdl = pdl
+        count = R // len(prefixes)
+        self._parts = [
+            (prefix, q[at:at + count], suffix[at:at + count], slice(at, at + count),
+             attention.FewQueries(count, self._tokens, len(prefix.mask), heads, suffix.shape[3], D,
+                                  q.device, pdl, alone))
+            for prefix, at in zip(prefixes, range(0, R, count))
+        ]
+
+    def __call__(self, layer: int, y: Tensor, w: AnyLayer, out: Tensor) -> None:
+        """Attend the normed rows y [R * S, N] with weights w into out, of q's shape."""
+        per_row = y.unflatten(0, (-1, self._tokens))
+        for prefix, q, suffix, part, _ in self._parts:
+            expert.project(per_row[part].flatten(0, 1), w.qkv, prefix.cos, prefix.sin,
+                           q.flatten(0, 1), suffix.flatten(0, 1), self._tokens, self._pdl)
+        for prefix, q, suffix, part, attend in self._parts:
+            attend(q, prefix.kv[layer], prefix.mask, suffix, out[part])
+
+
 def denoise(
     noise: Tensor,
     state: Tensor,
@@ -114,6 +150,7 @@ def denoise(
     w: Mapping[str, Tensor],
     c: Pi0Config,
     guide: Guide | None = None,
+    free: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """As ``model.denoise``.
 
@@ -132,8 +169,6 @@ def denoise(
     in_w = of_action @ w['action_in.weight']  # [N, A]
     in_b = F.linear(w['table.time'], of_time, w['time_mlp_in.bias'])  # [steps, N]
     in_b = in_b + of_action @ w['action_in.bias']
-    positions = mask.sum() + torch.arange(S, device=noise.device)
-    cos, sin = rope_tables(positions, w['table.rope'])
 
     actions = noise.reshape(R * H, A).clone()
     u = noise.new_empty((R * H, N))
@@ -144,8 +179,7 @@ def denoise(
     attended = torch.empty_like(q)
     hidden = noise.new_empty((M, d.mlp), dtype=dtype)
     partial = noise.new_empty((SPLITS, M, N))
-    attend = attention.FewQueries(
-        R, S, len(mask), d.heads, d.kv_heads, d.head_dim, noise.device, pdl)
+    attend = SuffixAttention(prefixes_of(kv, mask, free, S, w), q, suffix, pdl, alone=True)
 
     def step(at: int, read: bool, write: bool) -> None:
         expert.step(x, partial, w['expert.norm'], w['action_out.weight'], w['action_out.bias'],
@@ -166,9 +200,7 @@ def denoise(
         skinny.split_product(u, w['time_mlp_out.weight'], times, skinny.FLOAT_TILE, pdl)
         expert.tokens(times, w['time_mlp_out.bias'], token, layers[0].norm1, x, y, S, d.eps, pdl)
         for i, layer in enumerate(layers):
-            expert.project(y, layer.qkv, cos, sin, q.view(M, d.heads, -1),
-                           suffix.view(M, 2, d.kv_heads, -1), S, pdl)
-            attend(q, kv[i], mask, suffix, attended)
+            attend(i, y, layer, attended)
             skinny.split_product(
                 attended.view(M, -1), layer.out, partial, skinny.WHOLE_TILE, pdl)
             expert.fold(x, partial, layer.norm2, y, d.eps, pdl)

@@ -39,12 +39,12 @@ BEST = 'best'  # in a key: the rows are candidates of row 0, of which one is kep
 PORTS = {
     'vision': ('host.images', 'input.images', 'image_tokens', 'vision.', 'projector.'),
     'prefix': (
-        *(f'host.{n}' for n in layout.SMALL_INPUTS), 'input.', 'image_tokens', 'prompt_',
-        'subgoal_', 'next.', 'prefix_', 'prefix.', 'table.rope',
+        *(f'host.{n}' for n in layout.SMALL_INPUTS), 'host.guidance', 'input.', 'image_tokens',
+        'prompt_', 'subgoal_', 'next.', 'prefix_', 'prefix.', 'free_', 'table.rope',
     ),
     'denoise': (
-        'input.', 'next.', 'prefix_', 'table.', 'state_in', 'action_in', 'time_mlp', 'expert.',
-        'action_out', *layout.STATE, *layout.MODE_STATE, 'host.actions', 'host.report',
+        'input.', 'next.', 'prefix_', 'free_', 'table.', 'state_in', 'action_in', 'time_mlp',
+        'expert.', 'action_out', *layout.STATE, *layout.MODE_STATE, 'host.actions', 'host.report',
         'host.scores', 'host.spread',
     ),
 }  # fmt: skip
@@ -115,6 +115,10 @@ def prefix_body(c: Pi0Config, forward: ModuleType, b: Ports, key: ShapeKey) -> N
     b['prefix_mask'].copy_(mask)
     text = text.clamp(0, c.vocab - 1)  # padding may hold anything
     forward.encode_prefix(b['image_tokens'], text, mask, b['prefix_kv'], b, c)
+    if c.guidance:
+        free = b['free_mask'].copy_(mask)
+        free[c.image_tokens : c.prefix_tokens - c.state_tokens] = False  # all language of the task
+        forward.encode_prefix(b['image_tokens'], text, free, b['free_kv'], b, c)
 
 
 def language(c: Pi0Config, b: Ports) -> tuple[Tensor, Tensor]:
@@ -163,11 +167,20 @@ def denoise_body(c: Pi0Config, forward: ModuleType, b: Ports, key: ShapeKey) -> 
     state = (joints - b['table.state_mean']) / b['table.state_std']
     state = F.pad(state, (0, c.state_width - c.state_dim))
     guide = rtc_guide(c, b, held, own) if c.chunk_mode == 'rtc' else None
-    raw = forward.denoise(noise, state, b['prefix_kv'], b['prefix_mask'], b, c, guide)
+    written: dict[str, Tensor] = {}
+    prefix = (b['prefix_kv'], b['prefix_mask'])
+    if c.guidance:
+        asked, value = b['input.guidance'].unbind()
+        written['guidance'] = torch.where(asked > 0, value, held['guidance'])
+        guide = task_guide(written['guidance'], guide)
+        free = (b['free_kv'], b['free_mask'])
+        raw = forward.denoise(noise.repeat(2, 1, 1), state, *prefix, b, c, guide, free)[:rows]
+    else:
+        raw = forward.denoise(noise, state, *prefix, b, c, guide)
     actions = raw[..., : c.action_dim] * b['table.action_std'] + b['table.action_mean']
     if c.relative:
         actions = actions + own * b['table.relative']
-    written = {'raw_chunk': raw, 'anchor': own.expand(rows, -1)}
+    written |= {'raw_chunk': raw, 'anchor': own.expand(rows, -1)}
     chunk = join(c, b, held, actions, written)
     written['previous_chunk'] = chunk
     written['queue_index'] = control[layout.DELAY_STEPS].expand(rows)
@@ -242,6 +255,25 @@ def rtc_guide(c: Pi0Config, b: Ports, held: Ports, joints: Tensor) -> Guide:
     def guide(step: int, x: Tensor, v: Tensor) -> Tensor:
         weight = chunking.guidance_weight(step, c.flow_steps, c.rtc_max_guidance)
         return chunking.guided(v, x, 1.0 - step / c.flow_steps, weight, prefix, left_over)
+
+    return guide
+
+
+def task_guide(strength: Tensor, then: Guide | None) -> Guide:
+    """Return the guide of classifier-free guidance, over rows [2 R]: with the task, then without.
+
+    v = v_free + strength * (v_task - v_free), in exact arithmetic; lerp gives either end's very
+    bits at 0 and 1. Source: arXiv 2207.12598, equation 6, with strength = 1 + w.
+
+    :param strength: float32 [R]. :param then: corrects the velocity that comes of it.
+    """
+
+    def guide(step: int, x: Tensor, v: Tensor) -> Tensor:
+        of_task, free = v.chunk(2)
+        v = torch.lerp(free, of_task, strength[:, None, None])
+        if then is not None:
+            v = then(step, x.chunk(2)[0], v)
+        return v.repeat(2, 1, 1)
 
     return guide
 

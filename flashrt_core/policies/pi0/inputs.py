@@ -17,6 +17,7 @@ from flashrt_core.errors import ObservationNonFinite
 from flashrt_core.policies.pi0 import layout
 from flashrt_core.policies.pi0.config import Pi0Config
 from flashrt_core.policies.prompts import StateText
+from flashrt_core.policies.protocol import GUIDANCE_LIMIT
 from flashrt_core.policies.protocol import SubgoalWrite
 from flashrt_core.policies.protocol import TickInput
 from flashrt_core.runtime import BufferSet
@@ -42,6 +43,8 @@ def check_input(t: TickInput, rows: int, c: Pi0Config) -> None:
             raise ConfigError(f'subgoal is {t.subgoal!r:.80}; give a SubgoalWrite')
         check_range('subgoal sequence', t.subgoal.sequence, 0, 2**63 - 1)
         _check_tokens('subgoal', t.subgoal.tokens, c.subgoal_tokens, c.vocab)
+    if t.guidance is not None:
+        _check_guidance(t.guidance, c)
     if t.noise is not None:
         shape = (rows, c.horizon, c.action_width)
         if not _is(t.noise, np.float32) or t.noise.shape != shape:
@@ -87,6 +90,8 @@ def write_input(
     _write_text(host['prompt'], layout.PROMPT_HEAD, t.prompt)
     _write_text(host['subgoal'], layout.SUBGOAL_HEAD, t.subgoal.tokens if t.subgoal else None)
     host['subgoal'][2] = t.subgoal.sequence if t.subgoal else 0
+    if c.guidance:
+        host['guidance'][:] = (t.guidance is not None, t.guidance or 0.0)
 
 
 def _write_state(slot: np.ndarray, tokens: Sequence[int]) -> None:
@@ -150,6 +155,17 @@ def check_range(name: str, value: int, low: int, high: int) -> None:
         raise ConfigError(f'{name} is {value!r}; give an integer')
     if not low <= value <= high:
         raise ConfigError(f'{name} is {value}; give {low} to {high}')
+
+
+def _check_guidance(value: float, c: Pi0Config) -> None:
+    if not c.guidance:
+        raise ConfigError(
+            f'guidance is {value!r:.40}; this policy was bound without it: set guidance: true in '
+            'its config'
+        )
+    number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    if not number or not 0.0 <= value <= GUIDANCE_LIMIT:
+        raise ConfigError(f'guidance is {value!r:.40}; give a number from 0 to {GUIDANCE_LIMIT:g}')
 
 
 def _check_tokens(name: str, tokens: Sequence[int], limit: int, vocab: int) -> None:

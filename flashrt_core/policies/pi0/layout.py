@@ -38,12 +38,12 @@ STATE = (  # of the chunk mode 'blend'; see state_names for the others
     'seed', 'branch', 'tick', 'prompt_tokens', 'prompt_length', 'subgoal_tokens', 'subgoal_length',
     'subgoal_sequence', 'previous_chunk', 'queue_index',
 )  # fmt: skip
-MODE_STATE = ('raw_chunk', 'anchor', 'chunk_counts')
+MODE_STATE = ('raw_chunk', 'anchor', 'chunk_counts', 'guidance')
 NEXT = ('prompt_tokens', 'prompt_length', 'subgoal_tokens', 'subgoal_length', 'subgoal_sequence')
 
 
 def ports(c: Pi0Config) -> tuple[PortSpec, ...]:
-    """Return the ports in the order images, state, text, subgoal, noise, action."""
+    """Return the ports in the order images, state, text, subgoal, guidance, noise, action."""
     side = c.vision.image_size
     unit = ' '.join(c.units) if c.units else 'physical'
     images = [
@@ -54,6 +54,11 @@ def ports(c: Pi0Config) -> tuple[PortSpec, ...]:
         PortSpec('state', Modality.STATE, 'float32', (c.state_dim,), unit),
         PortSpec('prompt', Modality.TEXT, 'int64', (c.prompt_tokens,), 'token id'),
         PortSpec('subgoal', Modality.SUBGOAL, 'int64', (c.subgoal_tokens,), 'token id'),
+        *(
+            [PortSpec('guidance', Modality.GUIDANCE, 'float32', (), '1 as trained')]
+            if c.guidance
+            else []
+        ),
         PortSpec(
             'noise', Modality.NOISE, 'float32', (c.horizon, c.action_width), 'standard normal'
         ),
@@ -63,7 +68,8 @@ def ports(c: Pi0Config) -> tuple[PortSpec, ...]:
 
 def inputs(c: Pi0Config) -> tuple[str, ...]:
     """Return the names of the inputs, without ``host.`` or ``input.``."""
-    return (*INPUTS, 'state_text') if c.modulated else INPUTS
+    text = ('state_text',) if c.modulated else ()
+    return (*INPUTS, *text, *(('guidance',) if c.guidance else ()))
 
 
 def input_shapes(c: Pi0Config) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -78,6 +84,8 @@ def input_shapes(c: Pi0Config) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]
     }
     if c.modulated:
         shapes['state_text'] = (I64, (STATE_TEXT_HEAD + c.state_tokens,))
+    if c.guidance:
+        shapes['guidance'] = (F32, (2,))  # flag, value
     return shapes
 
 
@@ -88,13 +96,16 @@ def state_names(c: Pi0Config) -> tuple[str, ...]:
     the mean and in ``chunk_counts`` of how many; 'rtc' beside the chunk as played, in physical
     units, the one the model gave (``raw_chunk``) and the joints it is relative to (``anchor``).
     """
+    names = [*STATE]
     if c.chunk_mode == 'sync':
-        return tuple(n for n in STATE if n not in ('previous_chunk', 'queue_index'))
-    if c.chunk_mode == 'ensemble':
-        return (*STATE, 'chunk_counts')
-    if c.chunk_mode == 'rtc':
-        return (*STATE, 'raw_chunk', 'anchor') if c.relative else (*STATE, 'raw_chunk')
-    return STATE
+        names = [n for n in STATE if n not in ('previous_chunk', 'queue_index')]
+    elif c.chunk_mode == 'ensemble':
+        names.append('chunk_counts')
+    elif c.chunk_mode == 'rtc':
+        names += ['raw_chunk', 'anchor'] if c.relative else ['raw_chunk']
+    if c.guidance:
+        names.append('guidance')
+    return tuple(names)
 
 
 def state_specs(c: Pi0Config) -> list[BufferSpec]:
@@ -114,6 +125,7 @@ def state_specs(c: Pi0Config) -> list[BufferSpec]:
         'raw_chunk': (Kind.QUEUE, F32, (H, c.action_width)),
         'anchor': (Kind.QUEUE, F32, (A,)),
         'chunk_counts': (Kind.QUEUE, I64, (H,)),
+        'guidance': (Kind.META, F32, ()),
     }
     return [
         BufferSpec(name, Role.STATE, fields[name][1], fields[name][2], kind=fields[name][0])
@@ -140,6 +152,8 @@ def buffer_specs(c: Pi0Config) -> list[BufferSpec]:
         ('prefix_mask', torch.bool, (c.prefix_tokens,)),
         *((f'next.{s.name}', s.dtype, s.shape) for s in next_specs),
     ]
+    if c.guidance:  # the prefix without the task
+        scratch += [('free_kv', c.torch_dtype, kv), ('free_mask', torch.bool, kv[1:2])]
     specs += [BufferSpec(n, Role.SCRATCH, dtype, shape, rows=False) for n, dtype, shape in scratch]
     specs += [
         BufferSpec('host.actions', Role.OUTPUT, F32, (c.horizon, c.action_dim), host=True),

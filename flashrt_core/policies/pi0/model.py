@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from flashrt_core.policies.pi0.config import Pi0Config
 
 # (flow step, x [R, H, A], velocity [R, H, A]) -> the velocity to integrate in its place.
 Guide = Callable[[int, Tensor, Tensor], Tensor]
+Tensors = Mapping[str, Tensor]
 
 
 def encode_views(images: Tensor, w: Mapping[str, Tensor], c: Pi0Config) -> Tensor:
@@ -67,28 +69,53 @@ def denoise(
     w: Mapping[str, Tensor],
     c: Pi0Config,
     guide: Guide | None = None,
+    free: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Integrate the flow from noise at t = 1 to normalised actions at t = 0 by Euler steps.
 
     noise float32 [R, H, action width], state float32 [state width] normalised, kv and mask of the
     prefix, shared by all rows. ``guide`` corrects each step's velocity; step i is at time
-    t = 1 - i / flow_steps. Returns float32 [R, H, action width].
+    t = 1 - i / flow_steps. ``free``: kv and mask of a second prefix, which the second half of the
+    rows attends instead. Returns float32 [R, H, action width].
     """
-    R, H, _ = noise.shape
+    H = noise.shape[1]
     S = H + 1
     token = F.linear(state, w['state_in.weight'], w['state_in.bias'])  # [width]
-    token = token.expand(R, 1, -1)
-    positions = mask.sum() + torch.arange(S, device=noise.device)
-    cos, sin = rope_tables(positions, w['table.rope'])
+    prefixes = prefixes_of(kv, mask, free, S, w)
+    token = token.expand(len(noise) // len(prefixes), 1, -1)
     query = torch.arange(S, device=noise.device)
     sees = (query[None, :] == 0) | (query[:, None] > 0)  # the state token sees no action
     x = noise
     for step in range(c.flow_steps):
-        v = velocity(x, w['table.time'][step], token, kv, mask, sees, cos, sin, w, c)
+        time = w['table.time'][step]
+        v = torch.cat([
+            velocity(part, time, token, p.kv, p.mask, sees, p.cos, p.sin, w, c)
+            for part, p in zip(x.chunk(len(prefixes)), prefixes)
+        ])
         if guide is not None:
             v = guide(step, x, v)
         x = x - v / c.flow_steps
     return x
+
+
+class Prefix(NamedTuple):
+    """What a group of rows attends, and where its own tokens come after it."""
+
+    kv: Tensor  # [L, P, 2, kv_heads, head_dim]
+    mask: Tensor  # bool [P]
+    cos: Tensor  # of the suffix tokens
+    sin: Tensor
+
+
+def prefixes_of(
+    kv: Tensor, mask: Tensor, free: tuple[Tensor, Tensor] | None, suffix: int, w: Tensors
+) -> list[Prefix]:
+    """Return one prefix for all rows, or two, each for half of them; ``suffix`` tokens follow."""
+    found = []
+    for keys, valid in [(kv, mask), *([] if free is None else [free])]:
+        positions = valid.sum() + torch.arange(suffix, device=valid.device)
+        found.append(Prefix(keys, valid, *rope_tables(positions, w['table.rope'])))
+    return found
 
 
 def velocity(

@@ -15,11 +15,11 @@ from torch.nn import functional as F
 from flashrt_core.nn import modulated_expert_layer
 from flashrt_core.nn import modulated_layer
 from flashrt_core.nn import modulated_norm
-from flashrt_core.nn import rope_tables
 from flashrt_core.policies.pi0.config import Pi0Config
 from flashrt_core.policies.pi0.model import encode_prefix
 from flashrt_core.policies.pi0.model import encode_views
 from flashrt_core.policies.pi0.model import Guide
+from flashrt_core.policies.pi0.model import prefixes_of
 from flashrt_core.policies.pi0.modulation import MODULATION
 
 __all__ = ['denoise', 'encode_prefix', 'encode_views', 'velocity']
@@ -33,15 +33,19 @@ def denoise(
     w: Mapping[str, Tensor],
     c: Pi0Config,
     guide: Guide | None = None,
+    free: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """As ``model.denoise``; ``state`` is not read."""
     H = noise.shape[1]
-    positions = mask.sum() + torch.arange(H, device=noise.device)
-    cos, sin = rope_tables(positions, w['table.rope'])
+    prefixes = prefixes_of(kv, mask, free, H, w)
     sees = torch.ones((H, H), dtype=torch.bool, device=noise.device)
     x = noise
     for step in range(c.flow_steps):
-        v = velocity(x, w[MODULATION][step], kv, mask, sees, cos, sin, w, c)
+        modulation = w[MODULATION][step]
+        v = torch.cat([
+            velocity(part, modulation, p.kv, p.mask, sees, p.cos, p.sin, w, c)
+            for part, p in zip(x.chunk(len(prefixes)), prefixes)
+        ])
         if guide is not None:
             v = guide(step, x, v)
         x = x - v / c.flow_steps

@@ -12,18 +12,16 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from flashrt_core.kernels import attention
-from flashrt_core.kernels import expert
 from flashrt_core.kernels import modulated
 from flashrt_core.kernels import skinny
 from flashrt_core.kernels._launch import overlaps
 from flashrt_core.nn import modulated_layer
-from flashrt_core.nn import rope_tables
 from flashrt_core.policies.pi0 import fast
 from flashrt_core.policies.pi0.config import Pi0Config
 from flashrt_core.policies.pi0.fast import encode_prefix
 from flashrt_core.policies.pi0.fast import encode_views
 from flashrt_core.policies.pi0.model import Guide
+from flashrt_core.policies.pi0.model import prefixes_of
 from flashrt_core.policies.pi0.modulation import MODULATION
 
 __all__ = ['denoise', 'encode_prefix', 'encode_views', 'selected']
@@ -42,6 +40,7 @@ def denoise(
     w: Mapping[str, Tensor],
     c: Pi0Config,
     guide: Guide | None = None,
+    free: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """As ``pi05.denoise``; a guide takes the fused kernel between two flow steps apart."""
     R, H, A = noise.shape
@@ -50,8 +49,6 @@ def denoise(
     pdl = overlaps(noise.device)
     layers = [modulated_layer(w, f'expert.layers.{i}') for i in range(L)]
     table = w[MODULATION]  # [steps, 2 * L + 1, 3, N]
-    positions = mask.sum() + torch.arange(H, device=noise.device)
-    cos, sin = rope_tables(positions, w['table.rope'])
 
     actions = noise.reshape(M, A).clone()
     x, y = noise.new_empty((2, M, N), dtype=dtype)
@@ -60,8 +57,7 @@ def denoise(
     attended = torch.empty_like(q)
     hidden = noise.new_empty((M, d.mlp), dtype=dtype)
     partial = noise.new_empty((fast.SPLITS, M, N))
-    attend = attention.FewQueries(
-        R, H, len(mask), d.heads, d.kv_heads, d.head_dim, noise.device, pdl, alone=False)
+    attend = fast.SuffixAttention(prefixes_of(kv, mask, free, H, w), q, suffix, pdl, alone=False)
 
     def step(ended: int, begun: int, read: bool, write: bool) -> None:
         modulated.step(x, partial, (table[ended, 2 * L - 1], table[ended, 2 * L]), table[begun, 0],
@@ -83,9 +79,7 @@ def denoise(
         step(max(at - 1, 0), at, read=guide is None and at > 0, write=True)
         for i, layer in enumerate(layers):
             first, second = table[at, 2 * i], table[at, 2 * i + 1]
-            expert.project(y, layer.qkv, cos, sin, q.view(M, d.heads, -1),
-                           suffix.view(M, 2, d.kv_heads, -1), H, pdl)
-            attend(q, kv[i], mask, suffix, attended)
+            attend(i, y, layer, attended)
             skinny.split_product(
                 attended.view(M, -1), layer.out, partial, skinny.WHOLE_TILE, pdl)
             modulated.fold(x, partial, first, second, y, d.eps, pdl)

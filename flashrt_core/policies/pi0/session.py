@@ -55,6 +55,8 @@ def reset_state(buffers: BufferSet, c: Pi0Config) -> None:
     for buffer in buffers.state():
         buffer.tensor.zero_()
     buffers['seed'].tensor.fill_(c.seed)
+    if c.guidance:
+        buffers['guidance'].tensor.fill_(1.0)
 
 
 class Pi0Session:
