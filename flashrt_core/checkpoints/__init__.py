@@ -2,6 +2,7 @@
 
 from flashrt_core.checkpoints.keymap import check_keys
 from flashrt_core.checkpoints.keymap import read_into
+from flashrt_core.checkpoints.keymap import read_rows
 from flashrt_core.checkpoints.keymap import Source
 from flashrt_core.checkpoints.keymap import Target
 from flashrt_core.checkpoints.pi0 import pi0_canonical
@@ -24,4 +25,5 @@ __all__ = [
     'pi0_statistics',
     'pi0_targets',
     'read_into',
+    'read_rows',
 ]

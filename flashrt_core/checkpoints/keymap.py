@@ -96,12 +96,12 @@ class PieceReader(Protocol):
     def pieces(self, name: str) -> Iterator[tuple[int, Tensor]]: ...
 
 
-def read_into(
-    target: Target, names: Mapping[str, str], reader: PieceReader, into: Tensor
-) -> None:
-    """Read the sources of one target into ``into``, its sources' rows one below the other.
+def read_rows(
+    target: Target, names: Mapping[str, str], reader: PieceReader, dtype: torch.dtype
+) -> Iterator[tuple[slice | Tensor, Tensor]]:
+    """Give (where, rows) of one target piece by piece: a slice or int64 indices of its rows.
 
-    Piece by piece: beside ``into`` (any device) two pieces are held. Any thread.
+    The sources' rows lie one below the other, as ``dtype`` on the CPU; one piece is held.
 
     :raises ConfigError: a tensor that is not floating point (quantised, say), or not finite.
     """
@@ -109,15 +109,25 @@ def read_into(
     for source in target.sources:
         name = names[source.key]
         for row, stored in reader.pieces(name):
-            part = _checked(stored, name, into.dtype)
+            part = _checked(stored, name, dtype)
             if source.permute:
                 part = part.permute(source.permute).flatten(1)
             if source.groups:
-                at = _places(source)[row : row + len(part)]
-                into.index_copy_(0, at.to(into.device), part.to(into.device))
+                yield _places(source)[row : row + len(part)], part
             else:
-                into[top + row : top + row + len(part)].copy_(part)
+                yield slice(top + row, top + row + len(part)), part
         top += source.shape[0]
+
+
+def read_into(
+    target: Target, names: Mapping[str, str], reader: PieceReader, into: Tensor
+) -> None:
+    """Read one target into ``into`` (any device), see ``read_rows``. Any thread."""
+    for at, part in read_rows(target, names, reader, into.dtype):
+        if isinstance(at, slice):
+            into[at].copy_(part)
+        else:
+            into.index_copy_(0, at.to(into.device), part.to(into.device))
 
 
 def _places(source: Source) -> Tensor:

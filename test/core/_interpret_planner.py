@@ -8,7 +8,9 @@ import torch
 from flashrt_core.kernels import decode_attention
 from flashrt_core.kernels import delta_chunk
 from flashrt_core.kernels import delta_step
+from flashrt_core.kernels import fp8_rows
 from flashrt_core.kernels import prefill_attention
+from flashrt_core.kernels import row_int4
 from flashrt_core.kernels import row_products
 from flashrt_core.kernels import token_rows
 
@@ -20,6 +22,19 @@ EXACT = 1e-5  # float32 in another order
 def row_products_() -> None:
     """Columns that do not fill a tile, splits, gate and fold; rows alone and together."""
     assert row_products.check(CPU, SINGLE, 88, 512, EXACT)
+    assert row_products.check(CPU, SINGLE, 88, 512, EXACT, narrow=True)
+
+
+def fp8_rows_() -> None:
+    """Rows scaled by their largest value: alone, behind a norm, behind a gate in many blocks."""
+    fp8_rows.STORED = SINGLE
+    fp8_rows.BLOCK = 64
+    assert fp8_rows.check(CPU, SINGLE, 5, 200, EXACT)
+
+
+def row_int4_() -> None:
+    """As row_products, and columns that are a view of a larger weight; the values widened."""
+    assert row_int4.check(CPU, SINGLE, 88, 512, EXACT)
 
 
 def delta_step_() -> None:
@@ -55,7 +70,7 @@ def token_rows_() -> None:
 
 
 if __name__ == '__main__':
-    for check in (row_products_, delta_step_, decode_attention_, delta_chunk_, prefill_attention_,
-                  token_rows_):
+    for check in (row_products_, fp8_rows_, row_int4_, delta_step_, decode_attention_,
+                  delta_chunk_, prefill_attention_, token_rows_):
         check()
         print(check.__name__, 'passed')

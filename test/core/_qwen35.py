@@ -13,6 +13,7 @@ from flashrt_core.checkpoints.qwen3_5 import qwen3_5_targets
 from flashrt_core.planners.qwen3_5 import model
 from flashrt_core.planners.qwen3_5 import NAMED
 from flashrt_core.planners.qwen3_5 import Qwen35Config
+from flashrt_core.planners.qwen3_5.precision import quantise
 from flashrt_core.planners.qwen3_5.weights import random_tensor
 from flashrt_core.planners.qwen3_5.weights import ROPE
 from flashrt_core.planners.qwen3_5.weights import rope_table
@@ -38,6 +39,14 @@ def config(name: str = 'tiny', **changes: Any) -> Qwen35Config:
 def weights(c: Qwen35Config) -> dict[str, Tensor]:
     found = {name: random_tensor(c, name, spec) for name, spec in tensor_specs(c).items()}
     return {**found, ROPE: rope_table(c)}
+
+
+def stored_weights(c: Qwen35Config) -> dict[str, Tensor]:
+    """The tensors of ``weights`` as the config's precision stores them."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in weights(c).items():
+        found |= quantise(c, name, tensor)
+    return found
 
 
 def fresh(c: Qwen35Config, fill: float = 0.0) -> dict[str, Tensor]:

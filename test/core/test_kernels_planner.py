@@ -14,12 +14,15 @@ from flashrt_core.kernels import _triton
 from flashrt_core.kernels import decode_attention
 from flashrt_core.kernels import delta_chunk
 from flashrt_core.kernels import delta_step
+from flashrt_core.kernels import fp8_rows
 from flashrt_core.kernels import prefill_attention
+from flashrt_core.kernels import row_int4
 from flashrt_core.kernels import row_products
 from flashrt_core.kernels import token_rows
 
 KERNELS = [
-    row_products, decode_attention, delta_step, delta_chunk, prefill_attention, token_rows]
+    row_products, fp8_rows, row_int4, decode_attention, delta_step, delta_chunk,
+    prefill_attention, token_rows]
 
 
 def name(kernel: object) -> str:
@@ -45,10 +48,19 @@ def test_the_kernel_passes_its_check_on_cuda(kernel):
 
 
 @pytest.mark.gpu
+def test_the_row_products_pass_their_check_with_fp8_weights_on_cuda():
+    assert row_products.fp8_selected(torch.device('cuda', 0)), _triton.choices()
+
+
+@pytest.mark.gpu
 def test_rows_of_real_size_agree_and_have_bits_of_their_own():
     device, dtype = torch.device('cuda', 0), torch.bfloat16
     assert row_products.check(device, dtype, 16480, 5120, 1e-2)
     assert row_products.check(device, dtype, 5120, 17408, 1e-2)
+    for N, K in ((16480, 5120), (5120, 17408)):
+        assert row_products.check(device, dtype, N, K, 1e-2, narrow=True)
+        assert row_int4.check(device, dtype, N, K, 1e-2)
+        assert fp8_rows.check(device, dtype, 70, K, 1e-2)
     assert delta_step.check(device, dtype, 48, 16, 128, 128, 1e-2)
     lengths = (2046, 2047, 2048, 2049, 9000, 16000, 16001, 16383)
     assert decode_attention.check(device, dtype, 24, 4, 256, lengths, 1e-2)

@@ -19,6 +19,7 @@ from flashrt_core.planners.qwen3_5 import model
 from flashrt_core.planners.qwen3_5 import NAMED
 from flashrt_core.planners.qwen3_5 import QWEN3_5
 from flashrt_core.planners.qwen3_5 import Qwen35Config
+from flashrt_core.planners.qwen3_5.config import PRECISIONS
 from flashrt_core.planners.qwen3_5.weights import ROPE
 from flashrt_core.planners.qwen3_5.weights import rope_table
 from flashrt_core.planners.qwen3_5.weights import tensor_specs
@@ -27,12 +28,13 @@ LARGE = NAMED['27b'][0]
 START, TOKENS = 1990, [5, 9, 1301, 44, 7]
 
 
-def test_the_fast_forward_equals_the_plain_layers_in_tritons_interpreter():
+@pytest.mark.parametrize('precision', PRECISIONS)
+def test_the_fast_forward_equals_the_plain_layers_in_tritons_interpreter(precision):
     triton = pytest.importorskip('triton')
     if tuple(int(part) for part in triton.__version__.split('.')[:2]) < (3, 7):
         pytest.skip('older interpreters fail on numpy >= 2.4')
     child = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name('_interpret_qwen35.py'))],
+        [sys.executable, str(Path(__file__).with_name('_interpret_qwen35.py')), precision],
         capture_output=True, text=True, timeout=300, check=False,
         env=os.environ | {'PYTHONPATH': str(Path(flashrt_core.__path__[0]).parent)})
     assert child.returncode == 0, child.stderr

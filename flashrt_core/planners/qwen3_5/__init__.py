@@ -13,6 +13,7 @@ from flashrt_core.planners.qwen3_5.config import load_config
 from flashrt_core.planners.qwen3_5.config import NAMED
 from flashrt_core.planners.qwen3_5.config import Qwen35Config
 from flashrt_core.planners.qwen3_5.load import load_constants
+from flashrt_core.planners.qwen3_5.precision import check_device
 
 __all__ = ['NAMED', 'QWEN3_5', 'Qwen35Config', 'load_config']
 
@@ -21,7 +22,10 @@ def _forward_of(c: Qwen35Config, device: torch.device) -> ModuleType:
     """Return ``fast`` where its kernels serve these sizes on this device, else ``model``.
 
     The first call per device runs the kernels' checks: not inside a capture.
+
+    :raises ConfigError: the device cannot multiply in this precision.
     """
+    check_device(c, device)
     return fast if device.type == 'cuda' and fast.selected(c, device) else model
 
 

@@ -16,9 +16,11 @@ from flashrt_core.config_files import override
 from flashrt_core.config_files import read_yaml
 from flashrt_core.errors import ConfigError
 from flashrt_core.nn.delta import TAPS
+from flashrt_core.nn.int4 import GROUP
 from flashrt_core.planners.protocol import Settings
 
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16}
+PRECISIONS = ('bf16', 'fp8', 'int4')
 NOT_LAYOUT = ('weights', 'weight_seed', 'tokenizer', 'context')
 
 
@@ -30,6 +32,8 @@ class Qwen35Config:
     head's dims are rotated. ``key_heads``, ``value_heads``, ``key_dim``, ``value_dim``: of the
     gated delta rule. ``tied``: the head is the embedding. ``mtp``: has the multi-token head.
     ``context``: tokens that the KV buffers hold.
+    ``precision``: how the weights of the products are stored: 'bf16' as they are, in ``dtype``;
+    'fp8' and 'int4' quantised while they are loaded, see precision.py.
     ``weights``: a safetensors file or folder; empty = random from ``weight_seed``.
     ``tokenizer``: see planners/vocabularies.py.
 
@@ -55,6 +59,7 @@ class Qwen35Config:
     tied: bool = False
     mtp: bool = True
     dtype: str = 'bfloat16'
+    precision: str = 'bf16'
     weights: str = ''
     weight_seed: int = 0
     tokenizer: str = ''
@@ -74,6 +79,11 @@ class Qwen35Config:
     @property
     def q_dim(self) -> int:
         return self.heads * self.head_dim
+
+    @property
+    def v_dim(self) -> int:
+        """Columns of what the delta rule reads out."""
+        return self.value_heads * self.value_dim
 
     @property
     def kv_dim(self) -> int:
@@ -114,6 +124,10 @@ def _check(c: Qwen35Config) -> None:
             f'{c.layers} layers hold no full attention at full_every {c.full_every}',
         ),
         (c.dtype in DTYPES, f'dtype {c.dtype!r} is unknown; choose from {sorted(DTYPES)}'),
+        (
+            c.precision in PRECISIONS,
+            f'precision {c.precision!r} is unknown; choose from {list(PRECISIONS)}',
+        ),
         (0 < c.eps < 1, f'eps is {c.eps}; give a number between 0 and 1'),
         (
             0 < c.rope_theta < math.inf,
@@ -125,6 +139,11 @@ def _check(c: Qwen35Config) -> None:
             f'context is {c.context}; give more than {TAPS} tokens',
         ),
     ]
+    if c.precision == 'int4':
+        for name in ('width', 'mlp', 'q_dim', 'v_dim'):
+            fits = getattr(c, name) % GROUP == 0
+            rules.append((fits, f'{name} {getattr(c, name)} is no multiple of {GROUP}, as '
+                          'precision int4 needs it; choose fp8 or bf16'))  # fmt: skip
     for holds, message in rules:
         if not holds:
             raise ConfigError(message)

@@ -3,6 +3,7 @@
 Few rows are bound by the weights' bytes: a layer of them takes eight or nine small kernels, each
 launched while the one before still runs, and every product has one tile of 16 rows, so a row's
 bits are its own. Chunks are bound by arithmetic: cuBLAS, and a row-wise kernel between products.
+The products of each precision: products.py.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from flashrt_core.errors import ContractError
 from flashrt_core.kernels import decode_attention
@@ -32,6 +32,15 @@ from flashrt_core.planners.memory import Verify
 from flashrt_core.planners.qwen3_5.config import Qwen35Config
 from flashrt_core.planners.qwen3_5.model import scratch_specs
 from flashrt_core.planners.qwen3_5.model import state_specs
+from flashrt_core.planners.qwen3_5.precision import embed
+from flashrt_core.planners.qwen3_5.precision import rows_of
+from flashrt_core.planners.qwen3_5.precision import Weight
+from flashrt_core.planners.qwen3_5.precision import weight
+from flashrt_core.planners.qwen3_5.products import chunk_product
+from flashrt_core.planners.qwen3_5.products import ChunkProducts
+from flashrt_core.planners.qwen3_5.products import row_gated
+from flashrt_core.planners.qwen3_5.products import row_product
+from flashrt_core.planners.qwen3_5.products import selected as products_selected
 from flashrt_core.planners.qwen3_5.weights import ROPE
 from flashrt_core.planners.qwen3_5.weights import weight_specs
 
@@ -48,7 +57,8 @@ def selected(c: Qwen35Config, device: torch.device) -> bool:
     """Return whether these sizes fit the kernels and every kernel agrees with its reference."""
     kernels = (row_kernels, row_products, token_rows, decode_attention, prefill_attention,
                delta_step, delta_chunk)
-    return fits(c) and all([kernel.selected(device) for kernel in kernels])
+    return fits(c) and all([*[kernel.selected(device) for kernel in kernels],
+                            products_selected(c, device)])
 
 
 def fits(c: Qwen35Config) -> bool:
@@ -58,8 +68,9 @@ def fits(c: Qwen35Config) -> bool:
         c.dtype == 'bfloat16'
         and row_products.fits(c.width)
         and all(row_products.fits(K, splits)
-                for K in (c.q_dim, c.value_heads * c.value_dim, c.mlp))
+                for K in (c.q_dim, c.v_dim, c.mlp))
         and c.mlp % row_products.GATED_TILE[0] == 0
+        and (c.precision != 'fp8' or (c.channels + c.v_dim + 2 * c.value_heads) % 16 == 0)
         and decode_attention.fits(c.heads, c.kv_heads, c.head_dim)
         and prefill_attention.fits(c.heads, c.kv_heads, c.head_dim)
         and delta_step.fits(c.value_heads, c.key_heads, c.key_dim, c.value_dim, TAPS)
@@ -70,40 +81,39 @@ def fits(c: Qwen35Config) -> bool:
 def chunk(c: Qwen35Config, b: Tensors, tokens: Tensor, position: Tensor, length: Tensor,
           span: int) -> Tensor:
     """As ``model.chunk``; keys are read up to the last valid token, whatever the ``span``."""
-    T, V = len(tokens), c.value_heads * c.value_dim
+    T, V = len(tokens), c.v_dim
     at = torch.arange(T, device=tokens.device)
     positions = position + at
     slots = torch.where(at < length, positions, -1)
     cos, sin = rope_tables(positions, b[ROPE])
-    x = _embed(c, b, tokens)
-    y = torch.empty_like(x)
+    x = embed(c, b, tokens)
+    multiply = ChunkProducts(c, b, x)
     q = x.new_empty((T, c.heads, c.head_dim))
     attended, mixed = torch.empty_like(q), x.new_empty((T, c.value_heads, c.value_dim))
-    hidden = x.new_empty((T, c.mlp))
     rule = delta_chunk.DeltaChunk(T, c.value_heads, c.key_heads, c.key_dim, c.value_dim, x.dtype,
                                   x.device)
-    row_kernels.norm_rows(x, None, b['layers.0.norm1'], None, y, c.eps)
+    y = multiply.norm(x, None, 'layers.0.norm1')
     for i in range(c.layers):
         w = f'layers.{i}'
         if c.is_full(i):
-            proj = F.linear(y, b[f'{w}.qkv'])
+            proj = multiply(y, f'{w}.qkv')
             token_rows.heads(proj, b[f'{w}.q_norm'], b[f'{w}.k_norm'], cos, sin, slots, q,
                              b[f'kv.{i}'], c.eps)
             prefill_attention.attention(q, b[f'kv.{i}'], _gate(c, proj), attended, position,
                                         length)
-            z = F.linear(attended.view(T, c.q_dim), b[f'{w}.out'])
+            z = multiply(attended.view(T, c.q_dim), f'{w}.out')
         else:
-            channels, gate, a, beta = _split(c, F.linear(y, b[f'{w}.mix']))
+            channels, gate, a, beta = _split(c, multiply(y, f'{w}.mix'))
             o = rule(channels, a, beta, b[f'{w}.conv'], b[f'{w}.a_log'], b[f'{w}.dt_bias'],
                      b[f'conv.{i}'], b[f'recurrent.{i}'], length)
             delta_step.norm(o, gate, b[f'{w}.gate_norm'], mixed, length, c.eps,
                             heads=NORM_HEADS_MANY)
-            z = F.linear(mixed.view(T, V), b[f'{w}.out'])
-        row_kernels.norm_rows(x, z, b[f'{w}.norm2'], None, y, c.eps)
-        token_rows.gate(F.linear(y, b[f'{w}.gate_up']), hidden)
-        z = F.linear(hidden, b[f'{w}.down'])
-        row_kernels.norm_rows(x, z, _norm_after(c, b, i), None, y, c.eps)
-    return y
+            z = multiply(mixed.view(T, V), f'{w}.out')
+        y = multiply.norm(x, z, f'{w}.norm2')
+        z = multiply(multiply.gate(multiply(y, f'{w}.gate_up')), f'{w}.down')
+        if i + 1 < c.layers:
+            y = multiply.norm(x, z, f'layers.{i + 1}.norm1')
+    return multiply.last_norm(x, z, 'norm')
 
 
 def rows(c: Qwen35Config, b: Tensors, tokens: Tensor, positions: Tensor,
@@ -112,10 +122,10 @@ def rows(c: Qwen35Config, b: Tensors, tokens: Tensor, positions: Tensor,
 
     :raises ContractError: another memory.
     """
-    M, V, pdl = len(tokens), c.value_heads * c.value_dim, overlaps(tokens.device)
+    M, V, pdl = len(tokens), c.v_dim, overlaps(tokens.device)
     reach = _Reach(c, memory, positions)
     cos, sin = rope_tables(positions, b[ROPE])
-    x = _embed(c, b, tokens)
+    x = embed(c, b, tokens)
     y = torch.empty_like(x)
     q = x.new_empty((M, c.heads, c.head_dim))
     attended, mixed = torch.empty_like(q), x.new_empty((M, c.value_heads, c.value_dim))
@@ -148,8 +158,8 @@ def rows(c: Qwen35Config, b: Tensors, tokens: Tensor, positions: Tensor,
 def head(c: Qwen35Config, b: Tensors, hidden: Tensor) -> Tensor:
     """As ``model.head``."""
     logits = hidden.new_empty((len(hidden), c.vocab), dtype=torch.float32)
-    row_products.product(hidden, b['embed' if c.tied else 'head'], logits,
-                         overlaps(hidden.device))
+    row_product(hidden, weight(b, 'embed' if c.tied else 'head'), logits,
+                overlaps(hidden.device))
     return logits
 
 
@@ -161,7 +171,7 @@ def mtp_note(c: Qwen35Config, b: Tensors, tokens: Tensor, hidden: Tensor, positi
     x = _mtp_input(c, b, tokens, hidden)
     y = torch.empty_like(x)
     row_kernels.norm_rows(x, None, b['mtp.layer.norm1'], None, y, c.eps)
-    proj = _product(y, b['mtp.layer.qkv'][2 * c.q_dim :])
+    proj = _product(y, rows_of(weight(b, 'mtp.layer.qkv'), slice(2 * c.q_dim, None)))
     slots = torch.where(torch.arange(M, device=x.device) < count, positions, -1)
     norm = b['mtp.layer.k_norm']
     token_rows.heads(proj, norm, norm, cos, sin, slots, x.new_empty((M, 0, c.head_dim)),
@@ -198,15 +208,15 @@ class _Layer:
 
     def project(self, y: Tensor, name: str) -> Tensor:
         """Return y [M, width] times a weight, in memory of its own."""
-        return _product(y, self._b[name])
+        return _product(y, weight(self._b, name))
 
     def finish(self, x: Tensor, y: Tensor, mixed: Tensor, at: str, norm: Tensor) -> None:
         """Add out product and gated MLP to x [M, width]; y becomes x normed for what follows."""
         b, eps, pdl = self._b, self._c.eps, self._pdl
-        row_products.product(mixed, b[f'{at}.out'], self._partial, pdl)
+        row_product(mixed, weight(b, f'{at}.out'), self._partial, pdl)
         row_products.fold(x, self._partial, b[f'{at}.norm2'], y, eps, pdl)
-        row_products.gated(y, b[f'{at}.gate_up'], self._hidden, pdl)
-        row_products.product(self._hidden, b[f'{at}.down'], self._partial, pdl)
+        row_gated(y, weight(b, f'{at}.gate_up'), self._hidden, pdl)
+        row_product(self._hidden, weight(b, f'{at}.down'), self._partial, pdl)
         row_products.fold(x, self._partial, norm, y, eps, pdl)
 
 
@@ -268,24 +278,20 @@ def _accept(c: Qwen35Config, memory: Verify, b: Tensors, count: Tensor) -> None:
         delta_step.shift(channels, columns, count, pdl)
 
 
-def _embed(c: Qwen35Config, b: Tensors, tokens: Tensor) -> Tensor:
-    return F.embedding(tokens.clamp(0, c.vocab - 1), b['embed'])  # padding may hold anything
-
-
-def _product(y: Tensor, weight: Tensor) -> Tensor:
+def _product(y: Tensor, w: Weight) -> Tensor:
     if len(y) > FEW:
-        return F.linear(y, weight)
-    out = y.new_empty((len(y), len(weight)))
-    row_products.product(y, weight, out, overlaps(y.device))
+        return chunk_product(y, w)
+    out = y.new_empty((len(y), len(w if isinstance(w, Tensor) else w.data)))
+    row_product(y, w, out, overlaps(y.device))
     return out
 
 
 def _mtp_input(c: Qwen35Config, b: Tensors, tokens: Tensor, hidden: Tensor) -> Tensor:
-    parts = torch.stack([_embed(c, b, tokens), hidden])  # [2, M, width]
+    parts = torch.stack([embed(c, b, tokens), hidden])  # [2, M, width]
     normed = torch.empty_like(parts)
     for part, name in enumerate(('mtp.norm_embed', 'mtp.norm_hidden')):
         row_kernels.norm_rows(parts[part], None, b[name], None, normed[part], c.eps)
-    return _product(torch.cat([normed[0], normed[1]], 1), b['mtp.fc'])
+    return _product(torch.cat([normed[0], normed[1]], 1), weight(b, 'mtp.fc'))
 
 
 def _gate(c: Qwen35Config, proj: Tensor) -> Tensor:
@@ -295,7 +301,7 @@ def _gate(c: Qwen35Config, proj: Tensor) -> Tensor:
 
 def _split(c: Qwen35Config, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Cut y [T, .] into channels [T, C], z [T, Hv, Dv], a and b [T, Hv], all views."""
-    sizes = [c.channels, c.value_heads * c.value_dim, c.value_heads, c.value_heads]
+    sizes = [c.channels, c.v_dim, c.value_heads, c.value_heads]
     channels, z, a, beta = y.split(sizes, dim=1)
     return channels, z.unflatten(1, (c.value_heads, -1)), a, beta
 

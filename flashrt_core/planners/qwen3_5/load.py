@@ -1,21 +1,26 @@
-"""Fill the constants of a Qwen3.5 session: from a checkpoint, piece by piece, or at random."""
+"""Fill the constants of a Qwen3.5 session: from a checkpoint or at random, piece by piece.
+
+A piece is quantised on the device that keeps it: a weight is never there in two precisions.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from torch import Tensor
 
 from flashrt_core.checkpoints import check_keys
-from flashrt_core.checkpoints import read_into
+from flashrt_core.checkpoints import read_rows
 from flashrt_core.checkpoints import SafetensorsReader
 from flashrt_core.checkpoints.qwen3_5 import qwen3_5_canonical
 from flashrt_core.checkpoints.qwen3_5 import qwen3_5_ignored
 from flashrt_core.checkpoints.qwen3_5 import qwen3_5_packed
 from flashrt_core.checkpoints.qwen3_5 import qwen3_5_targets
 from flashrt_core.planners.qwen3_5.config import Qwen35Config
+from flashrt_core.planners.qwen3_5.precision import place
 from flashrt_core.planners.qwen3_5.weights import random_tensor
 from flashrt_core.planners.qwen3_5.weights import ROPE
 from flashrt_core.planners.qwen3_5.weights import rope_table
@@ -24,6 +29,7 @@ from flashrt_core.policies.pi0.weights import WeightSpec
 from flashrt_core.runtime import BufferSet
 
 LOADERS = 4
+PIECE_BYTES = 256 << 20
 Draw = Callable[[Qwen35Config, str, WeightSpec], Tensor]
 
 
@@ -37,10 +43,13 @@ def load_constants(c: Qwen35Config, buffers: BufferSet, tell: Callable[[float], 
     :raises ConfigError: the checkpoint does not fit the config, naming what.
     """
     buffers[ROPE].tensor.copy_(rope_table(c))
-    specs = tensor_specs(c)
+    b, specs = {buffer.name: buffer.tensor for buffer in buffers}, tensor_specs(c)
     if not c.weights:
-        _fill(buffers, list(specs), lambda n, into: into.copy_(draw(c, n, specs[n])),
-              tell)  # fmt: skip
+        def make(name: str) -> None:
+            for at, rows in _pieces(draw(c, name, specs[name])):
+                place(c, b, name, at, rows)
+
+        _fill(list(specs), make, tell)
         return
     shared = buffers.backend.memory().integrated
     with SafetensorsReader(c.weights, drop_cache=shared) as reader:
@@ -50,13 +59,22 @@ def load_constants(c: Qwen35Config, buffers: BufferSet, tell: Callable[[float], 
             targets.values(), reader.shapes, qwen3_5_canonical, partial(qwen3_5_ignored, c),
             str(reader.path),
         )  # fmt: skip
-        _fill(buffers, list(targets), lambda n, into: read_into(targets[n], names, reader, into),
-              tell)  # fmt: skip
+
+        def read(name: str) -> None:
+            for at, rows in read_rows(targets[name], names, reader, specs[name].dtype):
+                place(c, b, name, at, rows)
+
+        _fill(list(targets), read, tell)
 
 
-def _fill(buffers: BufferSet, names: list[str], fill: Callable[[str, Tensor], object],
-          tell: Callable[[float], None]) -> None:
+def _fill(names: list[str], fill: Callable[[str], None], tell: Callable[[float], None]) -> None:
     with ThreadPoolExecutor(LOADERS, thread_name_prefix='load') as pool:
-        jobs = pool.map(lambda name: fill(name, buffers[name].tensor), names)
-        for done, _ in enumerate(jobs, start=1):
+        for done, _ in enumerate(pool.map(fill, names), start=1):
             tell(done / len(names))
+
+
+def _pieces(tensor: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Give (where, rows) of a tensor, so many rows that their float32 is PIECE_BYTES."""
+    step = max(1, PIECE_BYTES // (4 * max(1, tensor[0].numel())))
+    for row in range(0, len(tensor), step):
+        yield slice(row, row + step), tensor[row : row + step]

@@ -23,10 +23,14 @@ from flashrt_core.nn.attention import store_rows
 from flashrt_core.nn.rows import attend_row
 from flashrt_core.nn.rows import key_span
 from flashrt_core.nn.rows import row_by_row
-from flashrt_core.nn.rows import rows_linear
 from flashrt_core.nn.rows import rows_norm
 from flashrt_core.planners.memory import Memory
 from flashrt_core.planners.qwen3_5.config import Qwen35Config
+from flashrt_core.planners.qwen3_5.precision import embed
+from flashrt_core.planners.qwen3_5.precision import linear
+from flashrt_core.planners.qwen3_5.precision import rows_linear
+from flashrt_core.planners.qwen3_5.precision import rows_of
+from flashrt_core.planners.qwen3_5.precision import weight
 from flashrt_core.planners.qwen3_5.weights import ROPE
 from flashrt_core.planners.qwen3_5.weights import weight_specs
 from flashrt_core.runtime import BufferSpec
@@ -73,18 +77,18 @@ def chunk(c: Qwen35Config, b: Tensors, tokens: Tensor, position: Tensor, length:
     T = len(tokens)
     positions = position + torch.arange(T, device=tokens.device)
     cos, sin = rope_tables(positions, b[ROPE])
-    x = _embed(c, b, tokens)
+    x = embed(c, b, tokens)
     for i in range(c.layers):
         at = f'layers.{i}'
         y = rms_norm(x, b[f'{at}.norm1'], c.eps)
         if c.is_full(i):
-            q, gate, k, v = heads(c, b, at, F.linear(y, b[f'{at}.qkv']), cos, sin)
+            q, gate, k, v = heads(c, b, at, linear(y, weight(b, f'{at}.qkv')), cos, sin)
             kv = b[f'kv.{i}'][:span]
             store_rows(kv, torch.stack([k, v], 1), position, length)
             y = gated(attend_causal(q, kv, position, length), gate)
         else:
-            y = _recur(c, b, i, F.linear(y, b[f'{at}.mix']), length)
-        x = x + F.linear(y, b[f'{at}.out'])
+            y = _recur(c, b, i, linear(y, weight(b, f'{at}.mix')), length)
+        x = x + linear(y, weight(b, f'{at}.out'))
         x = x + mlp(c, b, at, x)
     return rms_norm(x, b['norm'], c.eps)
 
@@ -96,25 +100,25 @@ def rows(c: Qwen35Config, b: Tensors, tokens: Tensor, positions: Tensor,
     tokens int32 [M], positions int64 [M]. A row's bits depend on that row alone.
     """
     cos, sin = _rope(b, positions)
-    x = _embed(c, b, tokens)
+    x = embed(c, b, tokens)
     for i in range(c.layers):
         at = f'layers.{i}'
         y = rows_norm(x, b[f'{at}.norm1'], c.eps)
         if c.is_full(i):
-            q, gate, k, v = heads(c, b, at, rows_linear(y, b[f'{at}.qkv']), cos, sin, True)
+            q, gate, k, v = heads(c, b, at, rows_linear(y, weight(b, f'{at}.qkv')), cos, sin, True)
             y = row_by_row(gated, memory.attend(i, q, k, v), gate)
         else:
-            channels, z, a, beta = split(c, rows_linear(y, b[f'{at}.mix']))
+            channels, z, a, beta = split(c, rows_linear(y, weight(b, f'{at}.mix')))
             o = memory.mix(i, channels, a, beta)
             y = row_by_row(partial(normed, c, b[f'{at}.gate_norm']), o, z)
-        x = x + rows_linear(y, b[f'{at}.out'])
+        x = x + rows_linear(y, weight(b, f'{at}.out'))
         x = x + mlp(c, b, at, x, alone=True)
     return rows_norm(x, b['norm'], c.eps)
 
 
 def head(c: Qwen35Config, b: Tensors, hidden: Tensor) -> Tensor:
     """Return the logits float32 [M, vocab] of hidden [M, D], each row as if alone."""
-    return rows_linear(hidden, b['embed' if c.tied else 'head']).float()
+    return rows_linear(hidden, weight(b, 'embed' if c.tied else 'head')).float()
 
 
 def mtp_note(c: Qwen35Config, b: Tensors, tokens: Tensor, hidden: Tensor, positions: Tensor,
@@ -126,7 +130,7 @@ def mtp_note(c: Qwen35Config, b: Tensors, tokens: Tensor, hidden: Tensor, positi
     """
     cos, sin = _rope(b, positions)
     y = rows_norm(_mtp_input(c, b, tokens, hidden), b['mtp.layer.norm1'], c.eps)
-    kv_rows = b['mtp.layer.qkv'][2 * c.q_dim :]
+    kv_rows = rows_of(weight(b, 'mtp.layer.qkv'), slice(2 * c.q_dim, None))
     k, v = rows_linear(y, kv_rows).unflatten(1, (2, c.kv_heads, c.head_dim)).unbind(1)
     k = _rotate(c, rows_norm(k, b['mtp.layer.k_norm'], c.eps), cos, sin)
     store_rows(b['mtp.kv'], torch.stack([k, v], 1), positions[0], count)
@@ -146,10 +150,10 @@ def mtp_draft(c: Qwen35Config, b: Tensors, token: Tensor, hidden: Tensor,
     at = 'mtp.layer'
     x = _mtp_input(c, b, tokens, hidden[None])
     y = rows_norm(x, b[f'{at}.norm1'], c.eps)
-    q, gate, _, _ = heads(c, b, at, rows_linear(y, b[f'{at}.qkv']), cos, sin, True)
+    q, gate, _, _ = heads(c, b, at, rows_linear(y, weight(b, f'{at}.qkv')), cos, sin, True)
     kv = b['mtp.kv']
     attended = attend_row(q[0], kv[: key_span(position, len(kv))], position)[None]
-    x = x + rows_linear(gated(attended, gate), b[f'{at}.out'])
+    x = x + rows_linear(gated(attended, gate), weight(b, f'{at}.out'))
     x = x + mlp(c, b, at, x, alone=True)
     x = rows_norm(x, b['mtp.norm'], c.eps)
     return head(c, b, x)[0], x[0]
@@ -162,14 +166,10 @@ def _rope(b: Tensors, positions: Tensor) -> tuple[Tensor, Tensor]:
     return cos, sin
 
 
-def _embed(c: Qwen35Config, b: Tensors, tokens: Tensor) -> Tensor:
-    return F.embedding(tokens.clamp(0, c.vocab - 1), b['embed'])  # padding may hold anything
-
-
 def _mtp_input(c: Qwen35Config, b: Tensors, tokens: Tensor, hidden: Tensor) -> Tensor:
-    embedded = rows_norm(_embed(c, b, tokens), b['mtp.norm_embed'], c.eps)
+    embedded = rows_norm(embed(c, b, tokens), b['mtp.norm_embed'], c.eps)
     hidden = rows_norm(hidden, b['mtp.norm_hidden'], c.eps)
-    return rows_linear(torch.cat([embedded, hidden], 1), b['mtp.fc'])
+    return rows_linear(torch.cat([embedded, hidden], 1), weight(b, 'mtp.fc'))
 
 
 def heads(c: Qwen35Config, b: Tensors, at: str, y: Tensor, cos: Tensor, sin: Tensor,
@@ -231,7 +231,7 @@ def mlp(c: Qwen35Config, b: Tensors, at: str, x: Tensor, alone: bool = False) ->
     """Return the gated MLP (SwiGLU) of x [T, D]; with ``alone`` each row as if it were alone."""
     y = (rows_norm if alone else rms_norm)(x, b[f'{at}.norm2'], c.eps)
     if alone:
-        gate, up = rows_linear(y, b[f'{at}.gate_up']).chunk(2, dim=1)
-        return rows_linear(row_by_row(_swiglu, gate, up), b[f'{at}.down'])
-    gate, up = F.linear(y, b[f'{at}.gate_up']).chunk(2, dim=1)
-    return F.linear(_swiglu(gate, up), b[f'{at}.down'])
+        gate, up = rows_linear(y, weight(b, f'{at}.gate_up')).chunk(2, dim=1)
+        return rows_linear(row_by_row(_swiglu, gate, up), weight(b, f'{at}.down'))
+    gate, up = linear(y, weight(b, f'{at}.gate_up')).chunk(2, dim=1)
+    return linear(_swiglu(gate, up), weight(b, f'{at}.down'))

@@ -3,7 +3,7 @@
 Projections that read the same input lie one below the other: ``mix`` holds query, key and value
 channels, then z, a, b of the delta rule; ``qkv`` query and gate of each head in turn, then keys,
 then values; ``gate_up`` gate, then up. Norms, A_log and dt_bias are float32, all else has the
-model's dtype.
+model's dtype; the products' weights are then stored as the precision says, see precision.py.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from torch import Tensor
 from flashrt_core.nn import rope_frequencies
 from flashrt_core.nn.delta import TAPS
 from flashrt_core.planners.qwen3_5.config import Qwen35Config
+from flashrt_core.planners.qwen3_5.precision import Stored
+from flashrt_core.planners.qwen3_5.precision import stored
 from flashrt_core.policies.pi0.weights import random_weight
 from flashrt_core.policies.pi0.weights import WeightSpec
 from flashrt_core.runtime import BufferSpec
@@ -85,9 +87,10 @@ def _layer(c: Qwen35Config, at: str, full: bool) -> dict[str, WeightSpec]:
 
 
 def weight_specs(c: Qwen35Config) -> list[BufferSpec]:
-    """Return the CONSTANT buffers: every stored tensor and the rope table."""
-    shapes = {name: (spec.dtype, spec.shape) for name, spec in tensor_specs(c).items()}
-    shapes[ROPE] = (F32, (c.rotary // 2,))
+    """Return the CONSTANT buffers: every stored tensor, scales if any, and the rope table."""
+    shapes: Stored = {ROPE: (F32, (c.rotary // 2,))}
+    for name, spec in tensor_specs(c).items():
+        shapes |= stored(c, name, spec.dtype, spec.shape)
     return [
         BufferSpec(name, Role.CONSTANT, dtype, shape, rows=False)
         for name, (dtype, shape) in shapes.items()
