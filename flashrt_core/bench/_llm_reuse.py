@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flashrt_core.bench._llm_setup import Bench
 from flashrt_core.bench._llm_setup import timed_ms
+from flashrt_core.bench._report import Cell
 from flashrt_core.bench._report import percentiles
 from flashrt_core.bench.capsule import in_pieces
 from flashrt_core.capsule import CapsuleStore
@@ -41,8 +42,8 @@ class Visit:
 # -- cold against capsule ---------------------------------------------------------------------
 
 
-def ttft(bench: Bench, paths: Sequence[str] = ('cold', 'gpu', 'host', 'disk'),
-         repeats: int = 0) -> None:
+def ttft(bench: Bench, paths: Sequence[str] = ('cold', 'gpu', 'host'), repeats: int = 0,
+         table: str = 'ttft') -> None:
     """From host token ids to the first token id on the host, after other contexts ran.
 
     :param repeats: 0 takes those of the arguments.
@@ -51,16 +52,19 @@ def ttft(bench: Bench, paths: Sequence[str] = ('cold', 'gpu', 'host', 'disk'),
     bench.drop_all()
     bench.keep_others()
     for length in bench.arguments.lengths:
-        medians: dict[str, float] = {}
         for path in paths:
-            measure = {'cold': _cold, 'gpu': _warm, 'host': _warm, 'disk': _warm}[path]
-            bench.attempt('ttft', {'mtp': bench.c.mtp, 'length': length, 'path': path},
-                          partial(measure, bench, length, path, repeats, medians))
+            measure = _cold if path == 'cold' else _warm
+            bench.attempt(table, {'mtp': bench.c.mtp, 'length': length, 'path': path},
+                          partial(measure, bench, length, path, repeats))
     bench.drop_all()
 
 
-def _cold(bench: Bench, length: int, path: str, repeats: int,
-          medians: dict[str, float]) -> None:
+def disk(bench: Bench) -> None:
+    """The same from a file that is not in the page cache; last, since a disk may be slow."""
+    ttft(bench, ('disk',), min(bench.arguments.repeats, DISK_REPEATS), 'disk')
+
+
+def _cold(bench: Bench, length: int, path: str, repeats: int) -> None:
     session, ids = bench.session, bench.tokens(length, length)
 
     def visit() -> Visit:
@@ -75,13 +79,12 @@ def _cold(bench: Bench, length: int, path: str, repeats: int,
     visits = bench.samples(repeats, visit)
     work = bench.sizes.first_token(0, length)
     floor_ms = work.seconds(bench.ceilings) * 1e3
-    medians['cold'] = float(percentiles(v.total for v in visits)['p50'])
-    medians['mfu'] = work.flops / bench.ceilings.flops * 1e3 / medians['cold']
-    _row(bench, length, path, visits, floor_ms, medians)
+    cold_ms = percentiles(v.total for v in visits)['p50']
+    bench.cold[length] = cold_ms, work.computing(bench.ceilings) * 1e3 / cold_ms
+    _row(bench, length, path, visits, floor_ms)
 
 
-def _warm(bench: Bench, length: int, path: str, repeats: int,
-          medians: dict[str, float]) -> None:
+def _warm(bench: Bench, length: int, path: str, repeats: int) -> None:
     store = bench.gpu if path == 'gpu' else bench.low
     bench.ready(length)
     nbytes = bench.snapshot(store, 'visited', path)
@@ -89,8 +92,7 @@ def _warm(bench: Bench, length: int, path: str, repeats: int,
     try:
         if path == 'disk':
             store.saved('visited', session).result()
-            visits = bench.samples(min(repeats, DISK_REPEATS),
-                                   lambda: _from_disk(bench, store, session))
+            visits = bench.samples(repeats, lambda: _from_disk(bench, store, session), warm=0)
         else:
             visits = bench.samples(repeats, lambda: _visit(bench, store))
     finally:
@@ -99,7 +101,7 @@ def _warm(bench: Bench, length: int, path: str, repeats: int,
     restore_s = {'gpu': 2 * nbytes / ceilings.bytes, 'host': nbytes / ceilings.host,
                  'disk': float(np.median([v.raw for v in visits])) / 1e3}[path]
     work = bench.sizes.first_token(length, len(bench.suffix))
-    _row(bench, length, path, visits, (restore_s + work.seconds(ceilings)) * 1e3, medians, nbytes)
+    _row(bench, length, path, visits, (restore_s + work.seconds(ceilings)) * 1e3, nbytes)
 
 
 def _visit(bench: Bench, store: CapsuleStore, raw_ms: float = 0.0) -> Visit:
@@ -143,20 +145,22 @@ def _forget(file: Path) -> None:
 
 
 def _row(bench: Bench, length: int, path: str, visits: list[Visit], floor_ms: float,
-         medians: dict[str, float], nbytes: int = 0) -> None:
+         nbytes: int = 0) -> None:
     found = percentiles(v.total for v in visits)
-    p50, cold = found['p50'], medians.get('cold')
-    parts = {name: float(np.median([getattr(v, name) for v in visits]))
-             for name in ('restore', 'append', 'token', 'raw')}
-    raw = parts['raw'] or None
-    best = None if raw is None else raw + parts['append'] + parts['token']
+    cold_ms, cold_mfu = bench.cold.get(length, (None, None))
+    name = f'{path} {length}{"" if bench.c.mtp else " without MTP"}, ms'
+    bench.report.details[name] = [v.total for v in visits]
+    restore, append, token, raw = (float(np.median([getattr(v, name) for v in visits]))
+                                   for name in ('restore', 'append', 'token', 'raw'))
+    of_disk: dict[str, Cell] = {} if path != 'disk' else {
+        'raw_read_ms': raw, 'raw_gb_s': nbytes / raw / 1e6,
+        'over_raw': found['p50'] / (raw + append + token)}
     bench.report.add(
-        table='ttft', mtp=bench.c.mtp, length=length, path=path, n=found['n'], p50_ms=p50,
-        p99_ms=found['p99'], floor_ms=floor_ms, of_floor=floor_ms / p50,
-        cold_mfu=medians.get('mfu'), speedup=None if cold is None else cold / p50,
-        restore_ms=parts['restore'], append_ms=parts['append'], token_ms=parts['token'],
-        raw_read_ms=raw, raw_gb_s=None if raw is None else nbytes / raw / 1e6,
-        over_raw=None if best is None else p50 / best)
+        table='disk' if path == 'disk' else 'ttft', mtp=bench.c.mtp, length=length, path=path,
+        n=found['n'], p50_ms=found['p50'], p99_ms=found['p99'], floor_ms=floor_ms,
+        of_floor=floor_ms / found['p50'], cold_mfu=cold_mfu,
+        speedup=None if cold_ms is None else cold_ms / found['p50'],
+        restore_ms=restore, append_ms=append, token_ms=token, **of_disk)
 
 
 # -- what a capsule holds and costs -----------------------------------------------------------

@@ -89,6 +89,7 @@ class Bench:
         self.sizes = Sizes(self.c, [b.spec for b in session.buffers.by_role(Role.CONSTANT)])
         self.suffix = self.tokens(arguments.suffix, 1 << 20)
         self.before, self.gpu_bytes = before, gpu_bytes
+        self.cold: dict[int, tuple[float, float]] = {}  # by length: milliseconds and MFU
 
     # -- rows -----------------------------------------------------------------------------------
 
@@ -206,8 +207,8 @@ def device_bytes() -> dict[str, int]:
             'in use, by the driver': total - free}
 
 
-def configure(arguments: argparse.Namespace, device: torch.device,
-              mtp: bool = True) -> tuple[Qwen35Config, Settings]:
+def configure(arguments: argparse.Namespace, device: torch.device, mtp: bool = True,
+              precision: str = '') -> tuple[Qwen35Config, Settings]:
     """Return the model and how the bench runs it: room for the longest prompt and what follows."""
     name = arguments.config
     short = name.removeprefix(PREFIX)
@@ -215,7 +216,8 @@ def configure(arguments: argparse.Namespace, device: torch.device,
     longest = max(arguments.lengths) + 2 * arguments.suffix + arguments.decode_tokens
     drafts = max(arguments.drafts, default=0) if c.mtp and mtp else 0
     context = -(-(longest + drafts + 1) // 64) * 64
-    c = replace(c, context=context, tokenizer='', mtp=c.mtp and mtp)
+    c = replace(c, context=context, tokenizer='', mtp=c.mtp and mtp,
+                precision=precision or arguments.precision or c.precision)
     s = replace(s, branches=arguments.branches if mtp else 0, draft_tokens=drafts,
                 tail_tokens=arguments.decode_tokens + 1, stop_ids=(), known_tokens=0,
                 prefill_keys=tuple(k for k in s.prefill_keys if k <= context))
@@ -226,19 +228,20 @@ def configure(arguments: argparse.Namespace, device: torch.device,
 
 @contextmanager
 def bound(arguments: argparse.Namespace, report: Report, clock: Clock, backend: Backend,
-          ceilings: Ceilings, mtp: bool = True) -> Iterator[Bench]:
+          ceilings: Ceilings, mtp: bool = True, precision: str = '') -> Iterator[Bench]:
     """Give a bench; its device memory is free again afterwards.
 
     :param mtp: False binds the model without its multi-token head, and without branches.
+    :param precision: in place of the configured one.
     :raises OutOfMemory: it does not fit, with who holds what.
     """
-    c, s = configure(arguments, backend.device, mtp)
+    c, s = configure(arguments, backend.device, mtp, precision)
     stages: set[str] = set()
 
     def progress(stage: str, fraction: float) -> None:
         if stage not in stages:
             stages.add(stage)
-            clock.say(f'bind{"" if c.mtp else " without MTP"}: {stage}')
+            clock.say(f'bind {c.precision}{"" if c.mtp else " without MTP"}: {stage}')
 
     family = replace(QWEN3_5, load_constants=partial(load_constants, draw=partial(
         drawn, backend.device)))

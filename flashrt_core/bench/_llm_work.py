@@ -7,7 +7,10 @@ import math
 
 import torch
 
+from flashrt_core.bench.vla import device_seconds
+from flashrt_core.bench.vla import MATMUL
 from flashrt_core.bench.vla import measure_ceilings
+from flashrt_core.nn import fp8
 from flashrt_core.nn.delta import CHUNK
 from flashrt_core.planners import Settings
 from flashrt_core.planners.layout import MTP_KV
@@ -26,17 +29,21 @@ HOST_COPY_BYTES = 256 << 20
 class Ceilings:
     """Measured rates: dense product FLOP/s, device copy bytes/s (read plus written), host link.
 
+    ``products``: FLOP/s of the products as their weights are stored, ``flops`` of all else.
     ``host``: bytes/s of one large copy from pinned host memory to the device.
     """
 
+    products: float
     flops: float
     bytes: float
     host: float
 
 
-def measure(backend: Backend, dtype: torch.dtype) -> Ceilings:
-    """Measure the three rates; on the CPU small copies."""
-    found = measure_ceilings(backend.device, dtype)
+def measure(backend: Backend, c: Qwen35Config) -> Ceilings:
+    """Measure the rates; on the CPU small products and copies."""
+    found = measure_ceilings(backend.device, c.torch_dtype)
+    eighths = c.precision == 'fp8' and backend.name == 'cuda'  # int4 is widened, the CPU imitates
+    products = _fp8_rate(backend) if eighths else found.flops
     size = HOST_COPY_BYTES // (64 if backend.name == 'cpu' else 1)
     source = backend.empty((size,), torch.uint8, host=True).fill_(1)
     target = backend.empty((size,), torch.uint8)
@@ -50,19 +57,34 @@ def measure(backend: Backend, dtype: torch.dtype) -> Ceilings:
             end.record(stream)
             end.wait(60.0)
             samples.append(begin.elapsed_us(end) * 1e-6)
-    return Ceilings(found.flops, found.bytes, size / sorted(samples)[len(samples) // 2])
+    host = size / sorted(samples)[len(samples) // 2]
+    return Ceilings(products, found.flops, found.bytes, host)
+
+
+def _fp8_rate(backend: Backend) -> float:
+    """Return the FLOP/s of a large product of E4M3 rows and channels with scales of their own."""
+    n = MATMUL
+    data, scale = fp8.quantise_rows(torch.randn((n, n), device=backend.device))
+    weight = fp8.ChannelWeight(data, scale)
+    seconds = device_seconds(lambda: fp8.multiply(data, scale, weight), backend.device)
+    return 2 * n**3 / seconds
 
 
 @dataclass(frozen=True)
 class Work:
-    """Operations (multiply-adds count twice) and bytes moved in device memory."""
+    """Operations of the products and all others (multiply-adds count twice), bytes moved."""
 
+    products: float
     flops: float
     bytes: float
 
+    def computing(self, ceilings: Ceilings) -> float:
+        """Return the least seconds of the operations."""
+        return self.products / ceilings.products + self.flops / ceilings.flops
+
     def seconds(self, ceilings: Ceilings) -> float:
-        """Return the least time: the larger of both at the measured rates."""
-        return max(self.flops / ceilings.flops, self.bytes / ceilings.bytes)
+        """Return the least time: of operations or bytes, whichever takes longer."""
+        return max(self.computing(ceilings), self.bytes / ceilings.bytes)
 
 
 class Sizes:
@@ -114,19 +136,20 @@ class Sizes:
         Counts the products, causal attention, the chunked delta rule and MTP's keys.
         """
         c = self.c
-        flops = 2.0 * self.products * count
-        flops += self._full * 4.0 * c.q_dim * count * (start + (count + 1) / 2)
+        products = 2.0 * self.products * count
+        flops = self._full * 4.0 * c.q_dim * count * (start + (count + 1) / 2)
         rule = 6 * c.key_dim * c.value_dim + 6 * CHUNK * c.key_dim
         flops += (c.layers - self._full) * c.value_heads * rule * count
         if c.mtp:
-            flops += 2.0 * count * c.width * (2 * c.width + 2 * c.kv_dim)
+            products += 2.0 * count * c.width * (2 * c.width + 2 * c.kv_dim)
         nbytes = self.layers + (start + count) * self.kv_token + 2 * self.recurrent
-        return Work(flops, nbytes)
+        return Work(products, flops, nbytes)
 
     def first_token(self, start: int, count: int) -> Work:
         """Return the work from ``count`` tokens after ``start`` to one sampled token."""
         found, c = self.tokens(start, count), self.c
-        return Work(found.flops + 2.0 * c.vocab * c.width, found.bytes + self.head)
+        return Work(found.products, found.flops + 2.0 * c.vocab * c.width,
+                    found.bytes + self.head)
 
     def step(self, position: int, rows: int = 1, private: int = 1) -> Work:
         """Return the work of one step of ``rows`` tokens that read one KV.
@@ -134,16 +157,16 @@ class Sizes:
         :param private: recurrent states read and written.
         """
         c = self.c
-        flops = rows * (2.0 * (self.products + c.vocab * c.width)
-                        + self._full * 4.0 * c.q_dim * position)
+        products = 2.0 * rows * (self.products + c.vocab * c.width)
+        flops = rows * self._full * 4.0 * c.q_dim * position
         nbytes = (self.layers + self.head + position * self.kv_token
                   + 2 * private * (self.recurrent + self.conv))
-        return Work(flops, nbytes)
+        return Work(products, flops, nbytes)
 
     def drafts(self, position: int, K: int) -> Work:
         """Return the work of ``K`` drafts, one after the other: MTP's layer and the head."""
         one = self.mtp + self.head + position * self.mtp_token
-        return Work(0.0, K * one)
+        return Work(0.0, 0.0, K * one)
 
 
 def _aligned(nbytes: int) -> int:

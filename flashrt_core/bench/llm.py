@@ -8,6 +8,9 @@ from pathlib import Path
 
 from flashrt_core.bench import _llm_decode
 from flashrt_core.bench import _llm_reuse
+from flashrt_core.bench._llm_precision import collect
+from flashrt_core.bench._llm_precision import compare
+from flashrt_core.bench._llm_precision import Logits
 from flashrt_core.bench._llm_setup import Bench
 from flashrt_core.bench._llm_setup import bound
 from flashrt_core.bench._llm_setup import Clock
@@ -18,6 +21,7 @@ from flashrt_core.bench._llm_work import measure
 from flashrt_core.bench._report import Report
 from flashrt_core.errors import ConfigError
 from flashrt_core.kernels import _triton
+from flashrt_core.planners.qwen3_5.config import PRECISIONS
 from flashrt_core.runtime import Backend
 from flashrt_core.runtime import pick_backend
 
@@ -31,16 +35,21 @@ TABLES: dict[str, Callable[[Bench], None]] = {
     'working_set': _llm_reuse.working_set,
     'ablation': _llm_reuse.ablation,
     'memory': _llm_decode.memory,
+    'disk': _llm_reuse.disk,
 }
 WITHOUT_MTP = 'mtp_tail'  # binds a second time
+PRECISION = 'precision'   # binds once more, unquantised
+PLAIN = 'bf16'
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    tables = [*TABLES, WITHOUT_MTP]
+    tables = [*TABLES, WITHOUT_MTP, PRECISION]
     parser.add_argument('--device', choices=('auto', 'cpu', 'cuda'), default='auto')
     parser.add_argument('--config', default='qwen3_5_27b',
                         help='name or file of a Qwen3.5 (default: %(default)s)')
+    parser.add_argument('--precision', choices=('', *PRECISIONS), default='',
+                        help='of the stored weights (default: as the config says)')
     parser.add_argument('--tables', nargs='+', choices=tables, default=tables)
     parser.add_argument('--lengths', type=int, nargs='+', default=[2048, 4096, 8192, 16384])
     parser.add_argument('--repeats', type=int, default=20)
@@ -73,12 +82,17 @@ def run(arguments: argparse.Namespace) -> Report:
         'config': dict(vars(c)), 'settings': vars(s),
         'repeats': arguments.repeats})
     clock.say('ceilings')
-    ceilings = measure(backend, c.torch_dtype)
+    ceilings = measure(backend, c)
     report.details['ceilings'] = vars(ceilings)
-    if any(name in TABLES for name in arguments.tables):
-        _with_mtp(arguments, report, clock, backend, ceilings)
+    logits: Logits = {}
+    if set(arguments.tables) - {WITHOUT_MTP}:
+        _as_bound(arguments, report, clock, backend, ceilings, logits)
     if WITHOUT_MTP in arguments.tables and c.mtp:
-        _without_mtp(arguments, report, clock, backend, ceilings)
+        _again(WITHOUT_MTP, '', arguments, report, clock, backend, ceilings, partial(
+            _without_mtp, repeats=-(-arguments.repeats // 4)))
+    if logits:
+        _again(PRECISION, PLAIN, arguments, report, clock, backend, ceilings, partial(
+            compare, precision=c.precision, kept=logits))
     report.details['kernels'] = _triton.choices()
     report.details['elapsed_s'] = clock.elapsed_s
     report.notes += _notes(arguments, report, ceilings)
@@ -109,8 +123,8 @@ def take(bench: Bench, name: str, table: Callable[[Bench], None]) -> None:
             bench.clock.say('\n'.join([f'[{each}]', *bench.report.lines(each)]))
 
 
-def _with_mtp(arguments: argparse.Namespace, report: Report, clock: Clock, backend: Backend,
-              ceilings: Ceilings) -> None:
+def _as_bound(arguments: argparse.Namespace, report: Report, clock: Clock, backend: Backend,
+              ceilings: Ceilings, logits: Logits) -> None:
     """Bind the model as it is and take the tables; a function, so that nothing of it is held."""
     begin = clock.elapsed_s
     with bound(arguments, report, clock, backend, ceilings) as bench:
@@ -119,34 +133,44 @@ def _with_mtp(arguments: argparse.Namespace, report: Report, clock: Clock, backe
         for name in TABLES:
             if name in arguments.tables:
                 take(bench, name, TABLES[name])
+        if PRECISION in arguments.tables and bench.c.precision != PLAIN:
+            bench.attempt(PRECISION, {'precision': bench.c.precision},
+                          partial(collect, bench, logits))
 
 
-def _without_mtp(arguments: argparse.Namespace, report: Report, clock: Clock, backend: Backend,
-                 ceilings: Ceilings) -> None:
-    """Bind again without the multi-token head: the same visits and the sizes."""
+def _again(name: str, precision: str, arguments: argparse.Namespace, report: Report,
+           clock: Clock, backend: Backend, ceilings: Ceilings,
+           table: Callable[[Bench], None]) -> None:
+    """Bind once more, without MTP, for one table; what was measured before stays."""
     if clock.over:
-        report.add(table='ttft', mtp=False, error='not run: past --limit-s')
+        report.add(table=name, error='not run: past --limit-s')
         return
     try:
-        with bound(arguments, report, clock, backend, ceilings, mtp=False) as bench:
-            take(bench, 'ttft', partial(
-                _llm_reuse.ttft, paths=('cold', 'gpu'), repeats=-(-arguments.repeats // 4)))
-            take(bench, 'sizes', _llm_reuse.sizes)
+        with bound(arguments, report, clock, backend, ceilings, mtp=False,
+                   precision=precision) as bench:
+            take(bench, name, table)
     except Exception as error:  # the tables before it must reach the report
-        report.add(table='ttft', mtp=False, error=f'{type(error).__name__}: {error}'[:200])
+        report.add(table=name, error=f'{type(error).__name__}: {error}'[:200])
+
+
+def _without_mtp(bench: Bench, repeats: int) -> None:
+    """The same visits and sizes as with the multi-token head."""
+    _llm_reuse.ttft(bench, ('cold', 'gpu'), repeats)
+    _llm_reuse.sizes(bench)
 
 
 def _notes(arguments: argparse.Namespace, report: Report, ceilings: Ceilings) -> list[str]:
     asked = {row['table'] for row in report.rows}
     notes = {
         'ttft': 'ttft: wall time from host token ids to the first token id on the host, after '
-        f'{OTHERS} other contexts ran. cold: prefill and one sample. gpu, host, disk: restore '
-        f'from there, append of {arguments.suffix} tokens and one sample; restore, append and '
-        'token are medians of the parts (of cold, append is the prefill). disk: the file is not '
-        'in the page cache; raw_read, the same file read the same way just before, 1 or more '
-        'threads, whichever is faster; over_raw, the time over raw read plus the other parts. '
+        f'{OTHERS} other contexts ran. cold: prefill and one sample. gpu, host: restore from '
+        f'there, append of {arguments.suffix} tokens and one sample; restore, append and token '
+        'are medians of the parts (of cold, append is the prefill). '
         'speedup: of cold of the same length over it; cold_mfu: of that cold path, against the '
         'measured dense rate.',
+        'disk': 'disk: as ttft from a file that is not in the page cache; raw_read: the same '
+        'file read just before, out of the page cache, too, by one or more threads, whichever '
+        'is faster; over_raw: the time over raw read, append and token.',
         'sizes': 'sizes: what a capsule carries; arithmetic from the sizes of the model. mtp: '
         "with the multi-token head, its keys in the capsule and noted by every append ('MTP "
         "tail'), or bound without it.",
@@ -162,12 +186,15 @@ def _notes(arguments: argparse.Namespace, report: Report, ceilings: Ceilings) ->
         'decode': 'decode: one step a call, greedy. given: the right drafts are given, so all '
         'are accepted: the best case of a verification. MTP drafts of random weights are '
         'accepted by chance only. Of the first token, sampled before, nothing is counted.',
+        'precision': 'precision: logits of the same weights and tokens, quantised against '
+        'not: after a prefill, an append, and a token fed by a decode step.',
         'fork': 'fork: branches 0 is the session itself; over_one against it. All branches '
         'share the KV and have a state and a tail of their own.',
         'memory': 'memory: of the device since before the bind; the driver also counts its '
         'context, code and the pools of the graphs.',
     }
     return [text for name, text in notes.items() if name in asked] + [
-        f'floors: operations over {ceilings.flops / 1e12:.3g} TFLOP/s, bytes over '
+        f'floors: products over {ceilings.products / 1e12:.3g} TFLOP/s as their weights are '
+        f'stored, other operations over {ceilings.flops / 1e12:.3g} TFLOP/s, bytes over '
         f'{ceilings.bytes / 1e12:.3g} TB/s (a copy, read plus written), host memory over '
         f'{ceilings.host / 1e9:.3g} GB/s, all measured in this run.']

@@ -136,12 +136,13 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
     source = torch.empty(COPY_BYTES // (64 if small else 1), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     out = torch.empty_like(a)
-    product_s = _device_seconds(lambda: torch.matmul(a, b, out=out), device)
-    copy_s = _device_seconds(lambda: target.copy_(source), device)
+    product_s = device_seconds(lambda: torch.matmul(a, b, out=out), device)
+    copy_s = device_seconds(lambda: target.copy_(source), device)
     return Ceilings(2 * n**3 / product_s, 2 * source.numel() / copy_s)
 
 
-def _device_seconds(action: Callable[[], object], device: torch.device, runs: int = 10) -> float:
+def device_seconds(action: Callable[[], object], device: torch.device, runs: int = 10) -> float:
+    """Return the median seconds of an action on an idle device."""
     def wait() -> None:
         if device.type == 'cuda':
             torch.cuda.synchronize(device)
@@ -285,4 +286,4 @@ class Reference:
         with torch.no_grad():
             action = lambda: self._model.sample_actions(**given)  # noqa: E731
             action()
-            return _device_seconds(action, device, runs) * 1e3
+            return device_seconds(action, device, runs) * 1e3

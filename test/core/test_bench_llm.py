@@ -12,7 +12,6 @@ import weakref
 import pytest
 import torch
 
-from flashrt_core.bench import _llm_decode
 from flashrt_core.bench import _llm_reuse
 from flashrt_core.bench import llm
 from flashrt_core.bench import Report
@@ -31,7 +30,7 @@ from flashrt_core.runtime import Kind
 TINY = ['--config', 'qwen3_5_tiny', '--device', 'cpu', '--lengths', '24', '40', '--repeats', '2',
         '--branches', '2', '--drafts', '2', '--contexts', '2', '--suffix', '8',
         '--decode-tokens', '6']
-CEILINGS = Ceilings(1e12, 1e12, 1e12)
+CEILINGS = Ceilings(1e12, 1e12, 1e12, 1e12)
 
 
 def measured(tmp_path: Path, *more: str) -> list[dict[str, Any]]:
@@ -67,14 +66,20 @@ def test_every_table_has_its_rows_and_none_an_error(rows):
 def test_cold_and_each_tier_stand_beside_their_floor_with_and_without_mtp(rows):
     found = of(rows, 'ttft')
     assert [(r['mtp'], r['length'], r['path']) for r in found] == [
-        *((True, n, path) for n in (24, 40) for path in ('cold', 'gpu', 'host', 'disk')),
+        *((True, n, path) for n in (24, 40) for path in ('cold', 'gpu', 'host')),
         *((False, n, path) for n in (24, 40) for path in ('cold', 'gpu'))]
     for row in found:
         assert 0 < row['floor_ms'] and row['p50_ms'] <= row['p99_ms']
         cold = next(r for r in found if (r['mtp'], r['length']) == (row['mtp'], row['length']))
         assert row['cold_mfu'] == cold['cold_mfu'] > 0
         assert row['speedup'] == cold['p50_ms'] / row['p50_ms']
-        assert (row['raw_read_ms'] is None) == (row['path'] != 'disk')
+
+
+def test_the_disk_stands_beside_its_raw_read(rows):
+    assert [row['length'] for row in of(rows, 'disk')] == [24, 40]
+    for row in of(rows, 'disk'):
+        best = row['raw_read_ms'] + row['append_ms'] + row['token_ms']
+        assert row['raw_gb_s'] > 0 and row['over_raw'] == pytest.approx(row['p50_ms'] / best)
 
 
 def test_the_sizes_are_the_arithmetic_and_mtp_is_a_part_of_its_own(rows):
@@ -116,10 +121,19 @@ def test_the_memory_of_every_part_is_the_arithmetic(rows):
     assert all(0.95 <= row['ratio'] <= 1.05 for row in measured)
 
 
+def test_the_logits_of_a_precision_stand_beside_those_of_none(tmp_path):
+    rows = measured(tmp_path, '--precision', 'fp8', '--tables', 'precision', 'memory')
+    found = of(rows, 'precision')
+    assert [(r['precision'], r['against'], r['path']) for r in found] == [
+        ('fp8', 'bf16', path) for path in ('prefill', 'append', 'decode')]
+    assert all(0.5 < r['cosine_worst'] <= r['cosine_median'] < 1.0 for r in found)
+    assert of(rows, 'memory')[0]['ratio'] == 1.0 and of(rows, 'memory')[0]['measured_mb'] < 0.6
+
+
 def test_what_the_limit_cuts_off_is_listed(tmp_path):
     rows = measured(tmp_path, '--limit-s', '0', '--tables', 'sizes', 'decode', 'mtp_tail')
     assert {(r['table'], r['error']) for r in rows} == {
-        (table, 'not run: past --limit-s') for table in ('sizes', 'decode', 'ttft')}
+        (table, 'not run: past --limit-s') for table in ('sizes', 'decode', 'mtp_tail')}
     assert [r['length'] for r in of(rows, 'sizes')] == [24, 40]
 
 
@@ -128,13 +142,12 @@ def test_a_failure_leaves_its_error_and_the_other_tables(tmp_path, monkeypatch):
         raise RuntimeError('the disk is gone')
 
     monkeypatch.setattr(_llm_reuse, '_from_disk', broken)
-    monkeypatch.setattr(_llm_decode, 'device_bytes', broken)
     monkeypatch.setitem(llm.TABLES, 'fork', broken)
-    rows = measured(tmp_path, '--tables', 'ttft', 'fork', 'sizes', '--lengths', '24')
+    rows = measured(tmp_path, '--tables', 'ttft', 'fork', 'sizes', 'disk', '--lengths', '24')
     errors = [row for row in rows if 'error' in row]
-    assert [(r['table'], r.get('path')) for r in errors] == [('ttft', 'disk'), ('fork', None)]
+    assert [(r['table'], r.get('path')) for r in errors] == [('fork', None), ('disk', 'disk')]
     assert all('the disk is gone' in row['error'] for row in errors)
-    assert [r['path'] for r in of(rows, 'ttft')] == ['cold', 'gpu', 'host', 'disk']
+    assert [r['path'] for r in of(rows, 'ttft')] == ['cold', 'gpu', 'host']
     assert len(of(rows, 'sizes')) == 1
 
 
@@ -158,9 +171,11 @@ def test_nothing_of_a_session_is_held_when_the_next_one_is_bound():
 def test_the_floors_at_27b_are_those_of_the_published_sizes():
     c, _ = configure(llm_arguments('27b'), torch.device('cpu'))
     sizes = Sizes(c, model.weight_specs(c))
-    tokens = sizes.tokens(0, 2048)
-    assert tokens.flops == pytest.approx(101.4e12, rel=0.01)     # perf.md: 99.7 + 0.8 + 0.7
-    assert sizes.first_token(0, 16384).flops == pytest.approx(857e12, rel=0.01)
+    short, long = sizes.tokens(0, 2048), sizes.first_token(0, 16384)
+    assert short.products == pytest.approx(99.7e12, rel=0.01)
+    assert short.flops == pytest.approx(0.8e12 + 0.7e12, rel=0.03)
+    assert long.products == pytest.approx(798e12, rel=0.01)
+    assert long.flops == pytest.approx(52.8e12 + 5.6e12, rel=0.03)
     assert sizes.step(2048).bytes == pytest.approx(51.24e9 + 0.44e9, rel=0.01)
     assert sizes.kv_token == 65536 and sizes.mtp_token == 4096
     assert sizes.recurrent == pytest.approx(151.0e6, rel=0.001)
