@@ -14,7 +14,7 @@ CONTEXTS = 4
 Logits = dict[str, list[Tensor]]
 
 
-def collect(bench: Bench, kept: Logits) -> None:
+def collect(kept: Logits, bench: Bench) -> None:
     """Put the logits of a few contexts into ``kept``: after a prefill, an append, a fed token."""
     session, length = bench.session, min(bench.arguments.lengths)
     for i in range(CONTEXTS):
@@ -27,10 +27,10 @@ def collect(bench: Bench, kept: Logits) -> None:
         kept.setdefault('decode', []).append(bench.logits())
 
 
-def compare(bench: Bench, precision: str, kept: Logits) -> None:
+def compare(precision: str, kept: Logits, bench: Bench) -> None:
     """Add a row for each way to a token; ``bench`` runs the same weights unquantised."""
     expected: Logits = {}
-    bench.attempt('precision', {'precision': precision}, partial(collect, bench, expected))
+    bench.attempt('precision', {'precision': precision}, partial(collect, expected, bench))
     for path, found in expected.items():
         pairs = [(a.double(), b.double()) for a, b in zip(kept[path], found, strict=True)]
         cosines = sorted(float(torch.dot(a, b) / a.norm() / b.norm()) for a, b in pairs)

@@ -5,6 +5,7 @@ import argparse
 from collections.abc import Callable
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from dataclasses import replace
 from functools import partial
 import gc
@@ -45,6 +46,7 @@ GREEDY = Options()
 PREFIX = 'qwen3_5_'    # of the names of the config files, which this bench takes, too
 OTHERS = 3             # contexts that run between two visits
 MARKS = 2
+NOT_RUN = 'not run: past --limit-s'
 SLACK = 8 << 20        # bytes of a tier above its capsules: pages are rounded up
 
 
@@ -70,6 +72,17 @@ class Clock:
         print(f'llm {self.elapsed_s:6.1f} s  {text}', file=sys.stderr, flush=True)
 
 
+@dataclass(frozen=True)
+class Rig:
+    """What all sessions of one run of the bench share."""
+
+    arguments: argparse.Namespace
+    report: Report
+    clock: Clock
+    backend: Backend
+    ceilings: Ceilings
+
+
 class Bench:
     """One session, its stores and its ceilings; everything is called from the main thread.
 
@@ -79,15 +92,14 @@ class Bench:
     :param before: ``device_bytes`` before the bind. :param gpu_bytes: asked for capsules.
     """
 
-    def __init__(self, arguments: argparse.Namespace, report: Report, clock: Clock,
-                 ceilings: Ceilings, session: PlannerSession, gpu: CapsuleStore,
-                 low: CapsuleStore, folder: Path, before: dict[str, int],
-                 gpu_bytes: int) -> None:
-        self.arguments, self.report, self.clock, self.ceilings = arguments, report, clock, ceilings
-        self.session, self.gpu, self.low, self.folder = session, gpu, low, folder
+    def __init__(self, rig: Rig, session: PlannerSession, gpu: CapsuleStore, low: CapsuleStore,
+                 folder: Path, before: dict[str, int], gpu_bytes: int) -> None:
+        self.arguments, self.report, self.clock = rig.arguments, rig.report, rig.clock
+        self.ceilings, self.session = rig.ceilings, session
+        self.gpu, self.low, self.folder = gpu, low, folder
         self.c: Qwen35Config = session.config
-        self.sizes = Sizes(self.c, [b.spec for b in session.buffers.by_role(Role.CONSTANT)])
-        self.suffix = self.tokens(arguments.suffix, 1 << 20)
+        self.sizes = sizes_of(session)
+        self.suffix = self.tokens(self.arguments.suffix, 1 << 20)
         self.before, self.gpu_bytes = before, gpu_bytes
         self.cold: dict[int, tuple[float, float]] = {}  # by length: milliseconds and MFU
 
@@ -96,7 +108,7 @@ class Bench:
     def attempt(self, table: str, label: dict[str, Cell], measure: Callable[[], None]) -> None:
         """Run one measurement; past the limit or after a failure its row says so."""
         if self.clock.over:
-            self.report.add(table=table, **label, error='not run: past --limit-s')
+            self.report.add(table=table, **label, error=NOT_RUN)
             return
         what = ', '.join(f'{k} {v}' for k, v in label.items())
         self.clock.say(f'{table} {what}')
@@ -227,48 +239,53 @@ def configure(arguments: argparse.Namespace, device: torch.device, mtp: bool = T
 
 
 @contextmanager
-def bound(arguments: argparse.Namespace, report: Report, clock: Clock, backend: Backend,
-          ceilings: Ceilings, mtp: bool = True, precision: str = '') -> Iterator[Bench]:
+def bound(rig: Rig, mtp: bool = True, precision: str = '') -> Iterator[Bench]:
     """Give a bench; its device memory is free again afterwards.
 
     :param mtp: False binds the model without its multi-token head, and without branches.
     :param precision: in place of the configured one.
     :raises OutOfMemory: it does not fit, with who holds what.
     """
-    c, s = configure(arguments, backend.device, mtp, precision)
+    backend, cuda = rig.backend, rig.backend.name == 'cuda'
+    c, s = configure(rig.arguments, backend.device, mtp, precision)
     stages: set[str] = set()
 
     def progress(stage: str, fraction: float) -> None:
         if stage not in stages:
             stages.add(stage)
-            clock.say(f'bind {c.precision}{"" if c.mtp else " without MTP"}: {stage}')
+            rig.clock.say(f'bind {c.precision}{"" if c.mtp else " without MTP"}: {stage}')
 
     family = replace(QWEN3_5, load_constants=partial(load_constants, draw=partial(
         drawn, backend.device)))
-    if backend.name == 'cuda':
+    if cuda:
         torch.cuda.empty_cache()
     before = device_bytes()
     session = family.bind(backend, (c, s), progress)
     try:
-        if backend.name == 'cuda':
+        if cuda:
             torch.cuda.empty_cache()  # of what weights were drawn in
-        sizes = Sizes(c, [b.spec for b in session.buffers.by_role(Role.CONSTANT)])
-        with tempfile.TemporaryDirectory(dir=arguments.disk, prefix='llm-bench-') as folder:
-            held, below = budgets(arguments, sizes)
+        with tempfile.TemporaryDirectory(dir=rig.arguments.disk, prefix='llm-bench-') as folder:
+            held, below = budgets(rig.arguments, sizes_of(session))
             gpu = CapsuleStore(backend, held, 0)
             low = CapsuleStore(backend, 0, below, 2 * below, folder, True)
             session.lane.call(lambda: gpu.prepare(session.boundary, MARKS)).result()
-            clock.say('bound')
-            yield Bench(arguments, report, clock, ceilings, session, gpu, low,
-                        Path(folder), before, held)
+            rig.clock.say('bound')
+            yield Bench(rig, session, gpu, low, Path(folder), before, held)
             gpu.close()
             low.close()
     finally:
-        session.close()
-        gpu = low = session = None  # type: ignore[assignment]
-        gc.collect()
-        if backend.name == 'cuda':
-            torch.cuda.empty_cache()
+        try:
+            session.close()
+        finally:
+            gpu = low = session = None  # type: ignore[assignment]
+            gc.collect()
+            if cuda:
+                torch.cuda.empty_cache()
+
+
+def sizes_of(session: PlannerSession) -> Sizes:
+    """Return the sizes of a bound model."""
+    return Sizes(session.config, [b.spec for b in session.buffers.by_role(Role.CONSTANT)])
 
 
 def budgets(arguments: argparse.Namespace, sizes: Sizes) -> tuple[int, int]:

@@ -15,14 +15,14 @@ from flashrt_core.bench._llm_setup import Bench
 from flashrt_core.bench._llm_setup import bound
 from flashrt_core.bench._llm_setup import Clock
 from flashrt_core.bench._llm_setup import configure
+from flashrt_core.bench._llm_setup import NOT_RUN
 from flashrt_core.bench._llm_setup import OTHERS
-from flashrt_core.bench._llm_work import Ceilings
+from flashrt_core.bench._llm_setup import Rig
 from flashrt_core.bench._llm_work import measure
 from flashrt_core.bench._report import Report
 from flashrt_core.errors import ConfigError
 from flashrt_core.kernels import _triton
 from flashrt_core.planners.qwen3_5.config import PRECISIONS
-from flashrt_core.runtime import Backend
 from flashrt_core.runtime import pick_backend
 
 # In this order; what the limit cuts off is at the end.
@@ -78,24 +78,27 @@ def run(arguments: argparse.Namespace) -> Report:
     check(arguments)
     backend = pick_backend(arguments.device)
     c, s = configure(arguments, backend.device)
-    report = Report('llm', details={
-        'config': dict(vars(c)), 'settings': vars(s),
-        'repeats': arguments.repeats})
+    report = Report('llm', details={'config': dict(vars(c)), 'settings': vars(s)})
     clock.say('ceilings')
-    ceilings = measure(backend, c)
-    report.details['ceilings'] = vars(ceilings)
+    rig = Rig(arguments, report, clock, backend, measure(backend, c))
+    report.details['ceilings'] = vars(rig.ceilings)
     logits: Logits = {}
-    if set(arguments.tables) - {WITHOUT_MTP}:
-        _as_bound(arguments, report, clock, backend, ceilings, logits)
-    if WITHOUT_MTP in arguments.tables and c.mtp:
-        _again(WITHOUT_MTP, '', arguments, report, clock, backend, ceilings, partial(
-            _without_mtp, repeats=-(-arguments.repeats // 4)))
+    chosen = set(arguments.tables)
+    if chosen - {WITHOUT_MTP}:
+        _keeping(rig, 'session', partial(_as_bound, rig, logits))
+    if WITHOUT_MTP in chosen and c.mtp:
+        _keeping(rig, WITHOUT_MTP, partial(
+            _again, rig, WITHOUT_MTP, '', partial(_without_mtp, -(-arguments.repeats // 4))))
     if logits:
-        _again(PRECISION, PLAIN, arguments, report, clock, backend, ceilings, partial(
-            compare, precision=c.precision, kept=logits))
+        _keeping(rig, PRECISION, partial(
+            _again, rig, PRECISION, PLAIN, partial(compare, c.precision, logits)))
     report.details['kernels'] = _triton.choices()
     report.details['elapsed_s'] = clock.elapsed_s
-    report.notes += _notes(arguments, report, ceilings)
+    report.notes += _notes(rig)
+    if WITHOUT_MTP in chosen and not c.mtp:
+        report.notes.append(f'{WITHOUT_MTP}: the model has no multi-token head.')
+    if PRECISION in chosen and c.precision == PLAIN:
+        report.notes.append(f'{PRECISION}: the weights are stored plain, nothing to compare.')
     return report
 
 
@@ -123,49 +126,53 @@ def take(bench: Bench, name: str, table: Callable[[Bench], None]) -> None:
             bench.clock.say('\n'.join([f'[{each}]', *bench.report.lines(each)]))
 
 
-def _as_bound(arguments: argparse.Namespace, report: Report, clock: Clock, backend: Backend,
-              ceilings: Ceilings, logits: Logits) -> None:
-    """Bind the model as it is and take the tables; a function, so that nothing of it is held."""
-    begin = clock.elapsed_s
-    with bound(arguments, report, clock, backend, ceilings) as bench:
-        report.details['forward'] = bench.session.boundary.identity.numerics['forward']
-        report.details['bind_s'] = clock.elapsed_s - begin
-        for name in TABLES:
-            if name in arguments.tables:
-                take(bench, name, TABLES[name])
-        if PRECISION in arguments.tables and bench.c.precision != PLAIN:
-            bench.attempt(PRECISION, {'precision': bench.c.precision},
-                          partial(collect, bench, logits))
-
-
-def _again(name: str, precision: str, arguments: argparse.Namespace, report: Report,
-           clock: Clock, backend: Backend, ceilings: Ceilings,
-           table: Callable[[Bench], None]) -> None:
-    """Bind once more, without MTP, for one table; what was measured before stays."""
-    if clock.over:
-        report.add(table=name, error='not run: past --limit-s')
-        return
+def _keeping(rig: Rig, name: str, action: Callable[[], None]) -> None:
+    """Act; once something was measured, a failure becomes a row, so that the rest is kept."""
     try:
-        with bound(arguments, report, clock, backend, ceilings, mtp=False,
-                   precision=precision) as bench:
-            take(bench, name, table)
-    except Exception as error:  # the tables before it must reach the report
-        report.add(table=name, error=f'{type(error).__name__}: {error}'[:200])
+        action()
+    except Exception as error:
+        if not rig.report.rows:
+            raise
+        rig.clock.say(f'{name}: {error!r}')
+        rig.report.add(table=name, error=f'{type(error).__name__}: {error}'[:200])
 
 
-def _without_mtp(bench: Bench, repeats: int) -> None:
+def _as_bound(rig: Rig, logits: Logits) -> None:
+    """Bind the model as it is and take the tables; a function, so that nothing of it is held."""
+    begin = rig.clock.elapsed_s
+    with bound(rig) as bench:
+        rig.report.details['forward'] = bench.session.boundary.identity.numerics['forward']
+        rig.report.details['bind_s'] = rig.clock.elapsed_s - begin
+        for name in TABLES:
+            if name in rig.arguments.tables:
+                take(bench, name, TABLES[name])
+        if PRECISION in rig.arguments.tables and bench.c.precision != PLAIN:
+            bench.attempt(PRECISION, {'precision': bench.c.precision},
+                          partial(collect, logits, bench))
+
+
+def _again(rig: Rig, name: str, precision: str, table: Callable[[Bench], None]) -> None:
+    """Bind once more, without MTP, for one table."""
+    if rig.clock.over:
+        rig.report.add(table=name, error=NOT_RUN)
+        return
+    with bound(rig, mtp=False, precision=precision) as bench:
+        take(bench, name, table)
+
+
+def _without_mtp(repeats: int, bench: Bench) -> None:
     """The same visits and sizes as with the multi-token head."""
     _llm_reuse.ttft(bench, ('cold', 'gpu'), repeats)
     _llm_reuse.sizes(bench)
 
 
-def _notes(arguments: argparse.Namespace, report: Report, ceilings: Ceilings) -> list[str]:
-    asked = {row['table'] for row in report.rows}
+def _notes(rig: Rig) -> list[str]:
+    asked, ceilings = {row['table'] for row in rig.report.rows}, rig.ceilings
     notes = {
         'ttft': 'ttft: wall time from host token ids to the first token id on the host, after '
         f'{OTHERS} other contexts ran. cold: prefill and one sample. gpu, host: restore from '
-        f'there, append of {arguments.suffix} tokens and one sample; restore, append and token '
-        'are medians of the parts (of cold, append is the prefill). '
+        f'there, append of {rig.arguments.suffix} tokens and one sample; restore, append and '
+        'token are medians of the parts (of cold, append is the prefill). '
         'speedup: of cold of the same length over it; cold_mfu: of that cold path, against the '
         'measured dense rate.',
         'disk': 'disk: as ttft from a file that is not in the page cache; raw_read: the same '

@@ -20,10 +20,14 @@ from flashrt_core.bench._llm_setup import bound
 from flashrt_core.bench._llm_setup import budgets
 from flashrt_core.bench._llm_setup import Clock
 from flashrt_core.bench._llm_setup import configure
+from flashrt_core.bench._llm_setup import Rig
 from flashrt_core.bench._llm_work import Ceilings
 from flashrt_core.bench._llm_work import Sizes
+from flashrt_core.errors import OutOfMemory
+from flashrt_core.planners import bind
 from flashrt_core.planners.qwen3_5 import model
 from flashrt_core.planners.qwen3_5 import NAMED
+from flashrt_core.planners.session import PlannerSession
 from flashrt_core.runtime import cpu_backend
 from flashrt_core.runtime import Kind
 
@@ -151,6 +155,29 @@ def test_a_failure_leaves_its_error_and_the_other_tables(tmp_path, monkeypatch):
     assert len(of(rows, 'sizes')) == 1
 
 
+def test_a_device_lost_at_the_end_leaves_what_was_measured(tmp_path, monkeypatch):
+    close = PlannerSession.close
+
+    def lost(self: PlannerSession) -> None:
+        close(self)
+        raise RuntimeError('the device is lost')
+
+    monkeypatch.setattr(PlannerSession, 'close', lost)
+    rows = measured(tmp_path, '--tables', 'sizes')
+    assert [(r['table'], r.get('error')) for r in rows] == [
+        ('sizes', None), ('sizes', None), ('session', 'RuntimeError: the device is lost')]
+
+
+def test_a_model_that_does_not_fit_is_refused_before_anything_is_measured(
+        tmp_path, capsys, monkeypatch):
+    def refuse(*given: object, **named: object) -> None:
+        raise OutOfMemory('too large')
+
+    monkeypatch.setattr(bind, 'BufferSet', refuse)
+    assert main(['llm', *TINY, '--out', str(tmp_path)]) == 1
+    assert 'too large' in capsys.readouterr().err
+
+
 @pytest.mark.parametrize('given, said', [
     (['--repeats', '0'], 'repeats is 0'), (['--lengths', '1'], 'lengths are'),
     (['--drafts', '0'], 'drafts are'), (['--config', 'nowhere'], 'nowhere')])
@@ -160,8 +187,8 @@ def test_options_that_measure_nothing_are_refused(given, said, tmp_path, capsys)
 
 
 def test_nothing_of_a_session_is_held_when_the_next_one_is_bound():
-    clock = Clock(60.0)
-    with bound(arguments(), Report('llm'), clock, cpu_backend(), CEILINGS) as bench:
+    rig = Rig(arguments(), Report('llm'), Clock(60.0), cpu_backend(), CEILINGS)
+    with bound(rig) as bench:
         held = weakref.ref(bench.session), weakref.ref(bench.gpu)
     del bench
     gc.collect()
