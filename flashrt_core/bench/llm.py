@@ -172,7 +172,8 @@ def _notes(rig: Rig) -> list[str]:
         'ttft': 'ttft: wall time from host token ids to the first token id on the host, after '
         f'{OTHERS} other contexts ran. cold: prefill and one sample. gpu, host: restore from '
         f'there, append of {rig.arguments.suffix} tokens and one sample; restore, append and '
-        'token are medians of the parts (of cold, append is the prefill). '
+        'token are medians of the parts (of cold, append is the prefill). host: no page of the '
+        'device is free, so nothing is promoted. '
         'speedup: of cold of the same length over it; cold_mfu: of that cold path, against the '
         'measured dense rate.',
         'disk': 'disk: as ttft from a file that is not in the page cache; raw_read: the same '
