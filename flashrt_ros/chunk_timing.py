@@ -70,3 +70,17 @@ class ChunkTiming:
     def share_older(self) -> float:
         """Share of all steps whose action was older than planned."""
         return self.older_than_planned / self.steps if self.steps else 0.0
+
+    def figures(self) -> dict[str, float]:
+        """Return all that was counted, under the names that diagnostics and benches use."""
+        ages = self.ages
+        return {
+            'plan_steps_played': self.steps,
+            'chunk_age_p50_steps': ages.p50, 'chunk_age_p99_steps': ages.p99,
+            'chunk_age_max_steps': ages.maximum, 'planned_age_steps': self.planned_age,
+            'share_older_than_planned': self.share_older,
+            'expected_delay_steps': self.expected_delay,
+            'chunks_later_than_expected': self.late_chunks,
+            'plan_steps_repeated': self.repeated, 'plan_steps_skipped': self.skipped,
+            'periods_without_action': self.starved,
+        }

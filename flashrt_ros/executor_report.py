@@ -94,6 +94,8 @@ class ExecutorReport:
         section.add_counts(self.counters.snapshot())
         if engine is None:
             return
+        for key, value in engine.book.facts.figures().items():
+            section.add(key, value)
         section.add_stages({name: ring.summary() for name, ring in engine.times.rings.items()})
         misses = engine.watch.misses_in_a_row
         section.add('deadline_misses_in_a_row', misses)
@@ -109,16 +111,7 @@ class ExecutorReport:
         report = thread.report()
         for key, value in vars(report).items():
             section.add(key, value)
-        timing = self._node.control.player.timing
-        ages = timing.ages
-        for key, value in (
-                ('chunk_age_p50_steps', ages.p50), ('chunk_age_p99_steps', ages.p99),
-                ('chunk_age_max_steps', ages.maximum), ('planned_age_steps', timing.planned_age),
-                ('share_older_than_planned', timing.share_older),
-                ('expected_delay_steps', timing.expected_delay),
-                ('chunks_later_than_expected', timing.late_chunks),
-                ('plan_steps_repeated', timing.repeated), ('plan_steps_skipped', timing.skipped),
-                ('periods_without_action', timing.starved)):
+        for key, value in self._node.control.player.timing.figures().items():
             section.add(key, value)
         if report.errors:
             section.worsen(ERROR, f'{report.errors} steps raised; see the log')

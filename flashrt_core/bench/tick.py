@@ -11,6 +11,8 @@ from flashrt_core.bench._report import Report
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument('--seconds', type=float, default=60.0, help='to measure (default 60)')
+    parser.add_argument('--output-mode', choices=('chunk', 'stream'), default='chunk',
+                        help='a trajectory per tick, or a point per step (default chunk)')
     add_rig_arguments(parser)
 
 
@@ -19,6 +21,9 @@ def add_rig_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--device', choices=('auto', 'cpu', 'cuda'), default='auto')
     parser.add_argument('--policy', default='pi0')
     parser.add_argument('--policy-config', default='tiny', help='named size, or a YAML file')
+    parser.add_argument('--robot', choices=('cameras', 'tabletop'), default='cameras',
+                        help='noise for every view of the policy and an arm that rests, or the '
+                        'built-in robot, which moves (default cameras)')
     parser.add_argument('--camera-hz', type=float, default=30.0)
     parser.add_argument('--tick-period-steps', type=int, default=1)
     parser.add_argument('--fifo-priority', type=int, default=40, help='0: do not ask for it')

@@ -156,6 +156,7 @@ class BenchExecutor(ExecutorNode):
                 'orders': list(self.watch.orders),
                 'steps': steps,
                 'counters': self.report.counters.snapshot(),
+                'timing': {} if self.control is None else self.control.player.timing.figures(),
             }
             Path(sample_file).write_text(json.dumps(content))
         return super().stop(timeout_s)

@@ -25,7 +25,6 @@ from rclpy.executors import SingleThreadedExecutor
 from rclpy.node import Node
 from rclpy.parameter import Parameter
 import torch
-import yaml
 
 from flashrt_core.bench._llm_setup import drawn
 from flashrt_core.errors import WrongState
@@ -38,22 +37,18 @@ from flashrt_core.planners.qwen3_5 import NAMED
 from flashrt_core.planners.qwen3_5 import QWEN3_5
 from flashrt_core.planners.qwen3_5 import Qwen35Config
 from flashrt_core.planners.qwen3_5.load import load_constants
-from flashrt_core.policies import make_policy
-from flashrt_core.policies.protocol import Modality
 from flashrt_core.runtime import pick_backend
 from flashrt_ros.bench.rig import NAMESPACE
 from flashrt_ros.bench.rig import START_TIMEOUT_S
+from flashrt_ros.bench.rig import write_robot
 from flashrt_ros.bringup import bring_up
 from flashrt_ros.bringup import start_together
-from flashrt_ros.config_files import find_embodiment
-from flashrt_ros.config_files import here_or_below_config
 from flashrt_ros.executor_node import ExecutorNode
 from flashrt_ros.hold import Phase
 from flashrt_ros.planner_node import PlannerNode
 from flashrt_ros.processes import ProcessGroup
 from flashrt_ros.qos import use_large_message_profile
 
-ROBOT = 'embodiments/tabletop_untrained.yaml'
 PREFIX = 'qwen3_5_'  # of the names of the config files, which stand for named sizes here
 CONTEXT = 2048  # tokens: far more than a plan of the bench
 PREFILL_KEYS = (16, 64, 256)
@@ -141,17 +136,6 @@ def pair(arguments: argparse.Namespace) -> Iterator[Pair]:
             for spin in spun:
                 spin.shutdown(timeout_sec=1.0)
             context.try_shutdown()
-
-
-def write_robot(arguments: argparse.Namespace, path: Path) -> tuple[list[str], float]:
-    """Write an embodiment with the policy's views; returns these and the step's period."""
-    config = here_or_below_config(arguments.policy_config)
-    views = [port.name for port in make_policy(arguments.policy).ports(config)
-             if port.modality == Modality.IMAGE]
-    robot = yaml.safe_load(find_embodiment(ROBOT).read_text(encoding='utf-8'))
-    path.write_text(yaml.safe_dump({**robot, 'views': {view: view for view in views}}),
-                    encoding='utf-8')
-    return views, 1.0 / float(robot['control_rate_hz'])
 
 
 def _family(device: str, name: str) -> Planner:

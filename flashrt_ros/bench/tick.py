@@ -1,4 +1,8 @@
-"""``bench tick``: what is not inference between an image's stamp and the published command."""
+"""``bench tick``: what is not inference between an image's stamp and the published command.
+
+And whether the plan was kept: inference rate, age of the action at each executed step, share of
+steps from a chunk older than planned, deadlines missed, steps repeated.
+"""
 
 from __future__ import annotations
 
@@ -43,13 +47,51 @@ def stage_table(ticks: Sequence[Mapping[str, int]]) -> dict[str, np.ndarray]:
     return table
 
 
+def inference_rate_hz(ticks: Sequence[Mapping[str, int]]) -> float:
+    """Inferences that ended per second, from the first end to the last; 0 for fewer than two."""
+    ends = [tick['inferred'] for tick in ticks]
+    span = (max(ends) - min(ends)) / 1e9 if ends else 0.0
+    return (len(ends) - 1) / span if span > 0 else 0.0
+
+
+def plan_rows(
+    timing: Mapping[str, float], steps: Mapping[str, Any], counters: Mapping[str, int],
+    rate_hz: float,
+) -> list[dict[str, Any]]:
+    """Rows of the tables ``chunks in play`` and ``plan kept``.
+
+    :param timing: of ``ChunkTiming.figures``. :param steps: of the step thread's report.
+    :param counters: of the executor, by name.
+    """
+    played, ticks = int(timing['plan_steps_played']), int(counters['ticks'])
+    older = timing['share_older_than_planned']
+    ages = {name: timing[f'chunk_age_{name}_steps'] for name in ('p50', 'p99', 'max')}
+    rows: list[dict[str, Any]] = [{
+        'table': 'chunks in play', 'what': 'age of the action at each executed step', 'n': played,
+        **{f'{name}_steps': age for name, age in ages.items()},
+        'planned_below_steps': timing['planned_age_steps'],
+        'expected_delay_steps': timing['expected_delay_steps'], 'inferences_per_s': rate_hz}]
+    for what, count, of in (
+        ('tick deadlines missed', counters['tick_deadline_missed'], ticks),
+        ('step deadlines missed', steps['missed'], steps['steps']),
+        ('steps repeated', timing['plan_steps_repeated'], played),
+        ('steps skipped', timing['plan_steps_skipped'], played),
+        ('periods without an action', timing['periods_without_action'], steps['steps']),
+        ('steps from a chunk older than planned', round(older * played), played),
+        ('chunks later than expected', timing['chunks_later_than_expected'], ticks),
+    ):
+        rows.append({'table': 'plan kept', 'what': what, 'count': int(count), 'of': int(of),
+                     'share': count / of if of else 0.0})
+    return rows
+
+
 def run(arguments: argparse.Namespace) -> Report:
     """Run the rig for ``seconds`` and report.
 
     :raises ConfigError: nothing was measured.
     """
     arrivals: list[int] = []
-    with rig(arguments, output_mode='chunk') as running:
+    with rig(arguments, output_mode=arguments.output_mode) as running:
         conductor = running.conductor
         reset = conductor.executor('reset', set_seed=True, seed=0)
         conductor.wait(
@@ -89,12 +131,16 @@ def _report(arguments: argparse.Namespace, running: Rig, growth: float, heard: i
         p99_ms=steps['lateness_p99_ms'],
         max_ms=steps['lateness_max_ms'],
     )
+    report.rows += plan_rows(
+        samples['timing'], steps, samples['counters'], inference_rate_hz(warm))
     late = steps['late'] + steps['missed']
     report.notes += [
-        f'{arguments.policy} {arguments.policy_config} on {running.device}; two 224x224 cameras '
-        f'at {arguments.camera_hz:g} Hz from another process; steps at 50 Hz; '
+        f'{arguments.policy} {arguments.policy_config} on {running.device}; '
+        f'another process is {running.cameras}, images of 224x224; steps at 50 Hz; '
         f'{arguments.seconds:g} s; a tick every {arguments.tick_period_steps} steps or as soon as '
         'the last one ends.',
+        'chunks in play and plan kept: counted from the reset on; a tick is late when it ends '
+        f'after the next one is due, {arguments.tick_period_steps} steps after its begin.',
         f'steps late by more than 2 ms or missed: {late} of {steps["steps"]} '
         f'({100 * late / max(1, steps["steps"]):.3f} %); real time: '
         f'{steps["realtime_reason"] or "SCHED_FIFO"}.',
@@ -107,6 +153,7 @@ def _report(arguments: argparse.Namespace, running: Rig, growth: float, heard: i
         'arguments': {k: str(v) for k, v in vars(arguments).items()},
         'steps': steps,
         'counters': samples['counters'],
+        'timing': samples['timing'],
         'ticks': warm,
     }
     return report

@@ -16,9 +16,12 @@ from flashrt_ros.ros_environment import SOURCE_ROOT
 pytest.importorskip('rclpy')
 from flashrt_ros.bench.interrupts import Moments
 from flashrt_ros.bench.pair import short
-from flashrt_ros.bench.pair import write_robot
 from flashrt_ros.bench.reset import order_violations
+from flashrt_ros.bench.rig import write_robot
+from flashrt_ros.bench.tick import inference_rate_hz
+from flashrt_ros.bench.tick import plan_rows
 from flashrt_ros.bench.tick import stage_table
+from flashrt_ros.chunk_timing import ChunkTiming
 from flashrt_ros.embodiment import load_embodiment
 from flashrt_ros.statistics import Counters
 from flashrt_ros.subgoals import SubgoalSlot
@@ -51,6 +54,36 @@ def test_the_stages_of_a_tick_add_up_to_the_way_from_stamp_to_command():
 def test_an_image_that_arrives_while_the_tick_begins_has_waited_nothing():
     table = stage_table([_tick(begun=50_050_000)])
     assert table['wait for the tick to be due'][0] == 0.0
+
+
+def test_the_inference_rate_counts_intervals_between_ends():
+    ticks = [_tick(inferred=1_000_000_000 + 20_000_000 * i) for i in range(51)]
+    assert inference_rate_hz(ticks) == pytest.approx(50.0)
+    assert inference_rate_hz(ticks[:1]) == inference_rate_hz([]) == 0.0
+
+
+def test_the_rows_of_the_plan_are_what_was_counted():
+    timing = ChunkTiming()
+    timing.planned_age = 3
+    for position, age in enumerate([0, 1, 2, 3, 1, 2]):
+        timing.played(position, age)
+    timing.played(5, 3)  # played a second time
+    rows = plan_rows(timing.figures(), {'missed': 2, 'steps': 9},
+                     {'ticks': 4, 'tick_deadline_missed': 1}, 50.0)
+    ages, *counts = rows
+    assert (ages['n'], ages['max_steps'], ages['inferences_per_s']) == (7, 3, 50.0)
+    found = {row['what']: (row['count'], row['of']) for row in counts}
+    assert found == {
+        'tick deadlines missed': (1, 4), 'step deadlines missed': (2, 9),
+        'steps repeated': (1, 7), 'steps skipped': (0, 7), 'periods without an action': (0, 9),
+        'steps from a chunk older than planned': (2, 7), 'chunks later than expected': (0, 4)}
+
+
+def test_the_cameras_of_the_built_in_robot_are_the_first_views_of_the_policy(tmp_path):
+    arguments = argparse.Namespace(policy='pi0', policy_config='pi0')
+    write_robot(arguments, tmp_path / 'robot.yaml', ['top', 'wrist'])
+    mapped = load_embodiment(tmp_path / 'robot.yaml').views
+    assert mapped == {'base': 'top', 'left_wrist': 'wrist'}
 
 
 def test_a_clean_order_has_no_violation():
@@ -118,6 +151,7 @@ def test_an_interrupt_counts_from_its_own_chunk_and_the_command_after_that():
 @pytest.mark.parametrize(
     ('name', 'options'),
     [('tick', ['--seconds', '4']), ('reset', ['--count', '5']),
+     ('tick', ['--seconds', '4', '--robot', 'tabletop', '--tick-period-steps', '8']),
      ('bringup', ['--seconds', '1', '--solo-seconds', '1', '--interrupts', '2'])],
 )
 def test_a_short_run_ends_with_a_table_and_a_json_file(tmp_path, name, options):
@@ -145,6 +179,12 @@ def test_a_short_run_ends_with_a_table_and_a_json_file(tmp_path, name, options):
         assert len(parts) == 4 and all(r['p50'] <= whole['max'] for r in parts)
         taken = content['details']['interrupts_ms']
         assert [sum(one[:-1]) for one in taken] == pytest.approx([one[-1] for one in taken])
+    if name == 'tick':
+        (ages,) = (r for r in content['rows'] if r.get('table') == 'chunks in play')
+        kept = {r['what']: r for r in content['rows'] if r.get('table') == 'plan kept'}
+        assert ages['n'] > 50 and ages['inferences_per_s'] > 0
+        assert kept['steps repeated']['count'] == 0 and kept['steps repeated']['of'] == ages['n']
+        assert kept['tick deadlines missed']['of'] >= len(content['details']['ticks'])
     if name == 'reset':
         assert content['details']['violations'] == {
             'old chunks': 0,
