@@ -22,6 +22,7 @@ from safetensors.numpy import save_file
 
 from flashrt_core.errors import ActionOutOfLimits
 from flashrt_core.errors import ConfigError
+from flashrt_core.policies.preprocess import letterbox
 from flashrt_core.tabletop.expert import expert_action
 from flashrt_core.tabletop.kinematics import inverse
 from flashrt_core.tabletop.kinematics import LOWER_LIMITS
@@ -30,12 +31,13 @@ from flashrt_core.tabletop.scene import render_state
 from flashrt_core.tabletop.scene import VIEWS
 from flashrt_core.tabletop.state import VECTOR_SIZE
 from flashrt_core.tabletop.state import WorldState
+from flashrt_core.tabletop.subgoals import CAMERA
 from flashrt_core.tabletop.subgoals import draw_goal
 from flashrt_core.tabletop.subgoals import encode_subgoal
 from flashrt_core.tabletop.subgoals import in_held_out_spot
+from flashrt_core.tabletop.subgoals import settled
 from flashrt_core.tabletop.subgoals import SLOTS
 from flashrt_core.tabletop.tasks import Goal
-from flashrt_core.tabletop.tasks import goal_reached
 from flashrt_core.tabletop.world import World
 
 HORIZON = 16      # steps of a label
@@ -44,8 +46,10 @@ EVERY = 3         # steps from one sample of an episode to the next
 LONGEST = 220     # steps that a goal may take
 LINGER = 30       # steps that an episode goes on after a goal is reached
 GOALS = 3         # goals in a row on one table
+IDLE = 24         # steps without a goal, which some tables begin with or come to in between
+IDLE_SHARE = 0.12
 
-Act = Callable[[WorldState, Goal], NDArray[np.float64]]
+Act = Callable[[WorldState, Goal | None], NDArray[np.float64]]
 
 # A forked process would inherit locks that torch's and the lanes' threads hold at that moment.
 _CONTEXT = multiprocessing.get_context('spawn')
@@ -57,7 +61,7 @@ class Samples:
 
     ``states`` float64 [N, VECTOR_SIZE]; ``text`` int32 [N, SLOTS] and ``length`` int32 [N];
     ``actions`` float32 [N, HORIZON, ACTIONS]: absolute joint targets (rad), gripper, and whether
-    the goal is reached before that step (0 or 1).
+    the goal is settled before that step (0 or 1).
     """
 
     states: NDArray[np.float64]
@@ -68,23 +72,30 @@ class Samples:
     def __len__(self) -> int:
         return len(self.states)
 
+    def __getitem__(self, rows: slice) -> 'Samples':
+        return Samples(*(values[rows] for values in vars(self).values()))
+
     @property
     def joints(self) -> NDArray[np.float32]:
         """Return the measured joints, float32 [N, 4]."""
         return self.states[:, :4].astype(np.float32)
 
 
-def label(state: WorldState, goal: Goal, world: World) -> NDArray[np.float32]:
+def label(state: WorldState, goal: Goal | None, world: World) -> NDArray[np.float32]:
     """Return what the expert does from ``state`` on; ``world`` is used up."""
     world.set_task('go home')
     world.restore(state)
     rows = []
     for _ in range(HORIZON):
         now = world.snapshot()
-        target = expert_action(now, (goal,))
-        rows.append([*target, float(goal_reached(goal, now))])
+        target = expert_action(now, _only(goal))
+        rows.append([*target, float(settled(goal, now))])
         world.step(target)
     return np.array(rows, np.float32)
+
+
+def _only(goal: Goal | None) -> tuple[Goal, ...]:
+    return () if goal is None else (goal,)
 
 
 def draw_world(rng: np.random.Generator) -> World:
@@ -144,11 +155,13 @@ def episode(seed: int, act: Act | None = None) -> Samples:
     states: list[NDArray[np.float64]] = []
     texts, actions = [], []
     for _ in range(GOALS):
-        goal = draw_goal(rng, world.snapshot(), pairs='seen')
-        if goal is None:
+        idle = rng.random() < IDLE_SHARE
+        goal = None if idle else draw_goal(rng, world.snapshot(), pairs='seen')
+        if goal is None and not idle:
             continue
         # Some goals are cut short, as by an interrupt.
         limit = int(rng.random() * LONGEST) if rng.random() < 0.15 else LONGEST
+        limit = IDLE if idle else limit
         noise, left = np.zeros(4), LINGER
         size = (0.0, 0.02, 0.06, 0.2)[int(rng.random() * 4)]
         for step in range(limit):
@@ -157,14 +170,14 @@ def episode(seed: int, act: Act | None = None) -> Samples:
                 states.append(state.to_vector())
                 texts.append(encode_subgoal(goal))
                 actions.append(label(state, goal, scratch))
-            left -= goal_reached(goal, state)
+            left -= settled(goal, state)
             if left < 0:
                 break
             if act is not None:
                 world.step(act(state, goal))
             else:
                 noise = 0.9 * noise + size * (rng.random(4) - 0.5) * (1, 1, 1, 0.5)
-                target = expert_action(state, (goal,)) + noise
+                target = expert_action(state, _only(goal)) + noise
                 world.step(np.clip(target, LOWER_LIMITS, UPPER_LIMITS))
             perturb(rng, world)
     return pack(states, texts, actions)
@@ -203,12 +216,12 @@ def generate(first: int, episodes: int, workers: int, done: Callable[[int], None
 
 
 def draw_frames(states: NDArray[np.float64], size: int) -> NDArray[np.uint8]:
-    """Draw both cameras of every state: uint8 [N, views, size, size, 3]."""
+    """Draw both cameras of every state as a policy gets them: uint8 [N, views, size, size, 3]."""
     out = np.empty((len(states), len(VIEWS), size, size, 3), np.uint8)
     for row, vector in zip(out, states, strict=True):
         state = WorldState.from_vector(vector)
         for at, view in enumerate(VIEWS):
-            row[at] = render_state(state, view, size)
+            row[at] = letterbox(render_state(state, view, CAMERA), size)
     return out
 
 

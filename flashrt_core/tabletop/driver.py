@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flashrt_core.capsule import CapsuleStore
 from flashrt_core.policies import make_policy
 from flashrt_core.policies.done import DoneWatch
-from flashrt_core.policies.pi0.session import reset_state
+from flashrt_core.policies.preprocess import letterbox
 from flashrt_core.policies.protocol import SubgoalWrite
 from flashrt_core.policies.protocol import TickInput
 from flashrt_core.runtime import pick_backend
@@ -16,24 +17,34 @@ from flashrt_core.tabletop.kinematics import LOWER_LIMITS
 from flashrt_core.tabletop.kinematics import UPPER_LIMITS
 from flashrt_core.tabletop.scene import render_state
 from flashrt_core.tabletop.state import WorldState
+from flashrt_core.tabletop.subgoals import CAMERA
 from flashrt_core.tabletop.subgoals import DONE
 from flashrt_core.tabletop.subgoals import encode_subgoal
 from flashrt_core.tabletop.subgoals import REPLAN
 from flashrt_core.tabletop.tasks import Goal
+
+START = 'start'          # the capsule of a session that has not ticked yet
+STORE_BYTES = 16 << 20
 
 
 class Driver:
     """One bound policy and what is left of its chunk. One thread.
 
     :param config: of the policy, see ``policies.pi0.load_config``.
+    :param camera: width and height that the cameras send; the policy gets them letterboxed.
     ``done``: whether the policy says that its subgoal is done, see ``policies.done``.
     """
 
-    def __init__(self, config: Any, device: str = 'cpu') -> None:
+    def __init__(self, config: Any, device: str = 'cpu', camera: int = CAMERA) -> None:
+        backend = pick_backend(device)
         self.session = make_policy('pi0').bind(
-            pick_backend(device), str(config) if isinstance(config, Path) else config)
-        self._size = self.session.config.vision.image_size
-        self._goal: Goal | None = None
+            backend, str(config) if isinstance(config, Path) else config)
+        self.store = CapsuleStore(backend, STORE_BYTES, STORE_BYTES)
+        boundary = self.session.boundary
+        self.session.lane.at_boundary(
+            lambda: self.store.snapshot(boundary, START, pin=True)).result()
+        self._size, self._camera = self.session.config.vision.image_size, camera
+        self._goal: Goal | None = None  # the latched one
         self._sequence = 0
         self._played = 0
         self._seed = 0
@@ -41,7 +52,7 @@ class Driver:
         self._watch = DoneWatch(DONE)
         self.done = False
 
-    def act(self, state: WorldState, goal: Goal) -> NDArray[np.float64]:
+    def act(self, state: WorldState, goal: Goal | None) -> NDArray[np.float64]:
         """Return the joint target of the next step, float64 [4]; a new goal is a new chunk."""
         if self._chunk is None or goal != self._goal or self._played == REPLAN:
             self._tick(state, goal)
@@ -51,20 +62,21 @@ class Driver:
         return np.clip(target, LOWER_LIMITS, UPPER_LIMITS)
 
     def reset(self, seed: int) -> None:
-        """Begin anew: what follows depends on ``seed`` alone, not on ticks before."""
-        buffers, config = self.session.buffers, self.session.config
-        self.session.lane.call(lambda: reset_state(buffers, config)).result()
+        """Begin anew from the capsule of the start: what follows depends on ``seed`` alone."""
+        boundary = self.session.boundary
+        self.session.lane.at_segment_end(lambda: self.store.restore(boundary, START)).result()
         self._goal, self._chunk, self._played, self._seed = None, None, 0, seed
         self._watch.clear()
         self.done = False
 
-    def _tick(self, state: WorldState, goal: Goal) -> None:
+    def _tick(self, state: WorldState, goal: Goal | None) -> None:
         subgoal = None
         if goal != self._goal:
             self._goal, self._sequence = goal, self._sequence + 1
             self._watch.clear()
             subgoal = SubgoalWrite(self._sequence, encode_subgoal(goal))
-        images = {view: render_state(state, view, self._size) for view in ('top', 'wrist')}
+        images = {view: letterbox(render_state(state, view, self._camera), self._size)
+                  for view in ('top', 'wrist')}
         chunk = self.session.tick(TickInput(
             images, state.joints.astype(np.float32), steps_executed=self._played,
             subgoal=subgoal, seed=self._seed if self._chunk is None else None))
@@ -72,5 +84,6 @@ class Driver:
         self.done = self._watch.observe(self._chunk)
 
     def close(self) -> None:
-        """Free the session."""
+        """Free the session and its capsules."""
         self.session.close()
+        self.store.close()

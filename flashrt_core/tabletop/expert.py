@@ -14,7 +14,6 @@ from flashrt_core.errors import ActionOutOfLimits
 from flashrt_core.tabletop import kinematics
 from flashrt_core.tabletop.kinematics import FINGER_RADIUS_M
 from flashrt_core.tabletop.kinematics import OPEN_WIDTH_M
-from flashrt_core.tabletop.state import IN_ZONE_M
 from flashrt_core.tabletop.state import WorldState
 from flashrt_core.tabletop.state import ZONE_RADIUS_M
 from flashrt_core.tabletop.tasks import Goal
@@ -29,6 +28,8 @@ _BRAKING_S = 0.05
 _YAWS = (0.0, 0.5, -0.5, 0.9, -0.9)  # tried in this order, away from pointing straight out
 _CLEARANCE_M = 0.045  # between a finger and the centre of a block that is in its way
 _SPOTS = 8
+_SPOT_M = 0.035  # how far off a zone's centre a block is laid beside another
+_LAID_M = 0.05  # fingers that open this near a zone's centre go on opening
 
 Joints = tuple[float, float, float]
 
@@ -49,8 +50,10 @@ def expert_action(state: WorldState, goals: Sequence[Goal]) -> NDArray[np.float6
     """Return the joint target, float64 ``[4]``, that works on the first goal not reached yet.
 
     With all goals reached the arm opens, rises and goes home, holding on to a block it was to pick
-    up.
+    up. With no goal at all it stands still and keeps what it holds.
     """
+    if not goals:
+        return _target(_here(state), 1.0 if state.held >= 0 else float(state.joints[3]))
     for goal in goals:
         if goal_reached(goal, state):
             continue
@@ -97,7 +100,7 @@ def _deliver(state: WorldState, block: int, zone: int) -> NDArray[np.float64]:
     still = max(abs(velocity) for velocity in state.velocities[:3]) < 0.25
     if math.hypot(x - block_x, y - block_y) <= _OVER_M and still:
         return _target(goal, 0.0)
-    if state.joints[3] < HOLD_GRIPPER - 0.02 and _distance_in_zone(state, block, zone) < IN_ZONE_M:
+    if state.joints[3] < HOLD_GRIPPER - 0.02 and _distance_in_zone(state, block, zone) < _LAID_M:
         return _target(_here(state), 0.0)
     return _target(_towards(state, goal), 1.0)
 
@@ -135,9 +138,8 @@ def _free_spot(state: WorldState, block: int, zone: int) -> tuple[float, float]:
     x, y = state.zones[zone].tolist()
     others = [b[:2] for index, b in enumerate(state.blocks.tolist()) if index != block]
     near = [other for other in others if math.dist(other, (x, y)) < 2 * ZONE_RADIUS_M]
-    radius = 0.7 * IN_ZONE_M
     spots = [(x, y)] + [
-        (x + radius * math.cos(angle), y + radius * math.sin(angle))
+        (x + _SPOT_M * math.cos(angle), y + _SPOT_M * math.sin(angle))
         for angle in (2 * math.pi * index / _SPOTS for index in range(_SPOTS))
     ]
     if all(math.dist(other, (x, y)) > 0.085 for other in near):

@@ -12,7 +12,7 @@ MAX_BLOCKS = 3
 MAX_ZONES = 3
 BLOCK_SIDE_M = 0.06
 ZONE_RADIUS_M = 0.066
-IN_ZONE_M = 0.05  # a block lies in a zone when its centre is this close to the zone's
+IN_ZONE_M = 0.058  # a block lies in a zone when its centre is this close to the zone's
 VECTOR_SIZE = 4 + 4 + 1 + 1 + 3 + 1 + 2 + MAX_BLOCKS * 4 + MAX_ZONES * 3
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from flashrt_core.policies.text import WordTokenizer
 from flashrt_core.tabletop.instructions import HELD_OUT_PAIRS
+from flashrt_core.tabletop.kinematics import HOME
 from flashrt_core.tabletop.state import WorldState
 from flashrt_core.tabletop.tasks import Goal
 from flashrt_core.tabletop.tasks import goal_reached
@@ -18,6 +19,9 @@ from flashrt_core.tabletop.tasks import goal_reached
 SLOTS = 8  # text tokens of the longest subgoal
 DONE = 4  # the action that says, from 0 to 1, whether the subgoal holds
 REPLAN = 8  # steps of a chunk that are played
+CAMERA = 224  # width and height that a camera sends; the policy letterboxes them to its own size
+_AT_HOME_RAD = 0.03
+_LAID_M = 0.05
 
 # No table of the training set has a block whose centre lies in one of these discs at the start.
 HELD_OUT_SPOTS_M = ((0.36, 0.16), (0.52, -0.12))
@@ -66,6 +70,23 @@ def draw_puts(rng: np.random.Generator, state: WorldState) -> tuple[Goal, ...]:
         room[zone] -= 1
         goals.append(Goal('put', state.block_names[index], zone))
     return tuple(goals)
+
+
+def settled(goal: Goal | None, state: WorldState) -> bool:
+    """Say whether a policy is to call the subgoal done: it holds, with room for an error of sight.
+
+    put: laid down within 5 cm of the zone's centre, the fingers open and off the block. home: each
+    joint within 0.03 rad. Without a subgoal nothing is ever done.
+    """
+    if goal is None or not goal_reached(goal, state):
+        return False
+    if goal.verb == 'home':
+        return bool(np.abs(state.joints - HOME).max() < _AT_HOME_RAD)
+    block, zone = state.block_index(goal.block), state.zone_index(goal.zone)
+    if block is None or zone is None:
+        return True
+    away = math.dist(state.blocks[block, :2], state.zones[zone])
+    return away < _LAID_M and state.lift > 0.9 and bool(state.joints[3] < 0.25)
 
 
 def _goals(state: WorldState, verb: str, pairs: str) -> Sequence[Goal]:

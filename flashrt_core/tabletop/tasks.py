@@ -76,8 +76,8 @@ def check_task(goals: tuple[Goal, ...], state: WorldState) -> None:
 def goal_reached(goal: Goal, state: WorldState) -> bool:
     """Say whether one goal holds in this state.
 
-    put: the block lies in the zone and is not held. pick: it is held and lifted. home: every joint
-    is within 0.06 rad of home and the gripper is open.
+    put: the block's centre lies in the zone (``IN_ZONE_M``) and it is not held. pick: it is held
+    and lifted. home: every joint is within 0.06 rad of home and the gripper is open.
     """
     if goal.verb == 'home':
         near = all(

@@ -11,11 +11,8 @@ import argparse
 from collections.abc import Mapping
 from collections.abc import Sequence
 from pathlib import Path
-import queue
 import sys
-import threading
 import time
-from typing import Any
 
 import numpy as np
 import torch
@@ -39,10 +36,11 @@ from flashrt_core.planners.vocabularies import json_tokenizer
 from flashrt_core.runtime import pick_backend
 from flashrt_core.tabletop.instructions import draw_example
 from flashrt_core.tabletop.instructions import prompt
-from flashrt_core.tabletop.planner_data import batches
+from flashrt_core.tabletop.planner_data import Batches
 from flashrt_core.tabletop.planner_data import encode
 from flashrt_core.tabletop.planner_data import END
 from flashrt_core.tabletop.planner_data import IGNORED
+from flashrt_core.tabletop.planner_data import LENGTH
 from flashrt_core.tabletop.planner_data import train_tokenizer
 from flashrt_core.tabletop.planner_data import VOCAB
 from flashrt_core.tabletop.training import Recipe
@@ -56,7 +54,6 @@ SIZES = dict(
     value_heads=4, key_dim=32, value_dim=32, vocab=VOCAB, context=512, full_every=3, tied=True,
     rope_theta=10000.0,
 )  # fmt: skip
-LENGTH = 96      # tokens of a training sequence
 MTP_SHARE = 0.3  # of the MTP head's loss
 EVALUATION_SEED = 20_261_130
 WEIGHTS, TOKENIZER, CONFIG = 'planner.safetensors', 'tokenizer.json', 'planner.yaml'
@@ -80,44 +77,40 @@ def loss_of(c: Qwen35Config, w: Mapping[str, Tensor], tokens: Tensor,
     return main, ahead
 
 
-def train(folder: Path, recipe: Recipe, device: torch.device, minutes: float) -> int:
+def train(folder: Path, recipe: Recipe, device: torch.device, minutes: float,
+          within: float = 0.0) -> int:
     """Train until ``recipe.steps`` or ``minutes`` are over; return the steps done in all.
 
+    :param within: minutes for the whole training, whatever steps that makes; 0 goes by the steps.
     :raises ConfigError: the folder holds a training of another recipe.
     """
     c = sizes()
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / TOKENIZER).exists():
         train_tokenizer(folder / TOKENIZER, recipe.seed)
-    tokenizer = json_tokenizer(folder / TOKENIZER)
     w = {n: random_tensor(c, n, s).to(device) for n, s in tensor_specs(c).items()}
     training = Training(folder, recipe, w, {'sizes': SIZES})
     held = {ROPE: rope_table(c).to(device), **w}
     per_sequence = torch.func.vmap(lambda t, y: loss_of(c, held, t, y))
-    source = _ahead(tokenizer, recipe, training.done)
+    given = torch.zeros((2, recipe.batch, LENGTH), dtype=torch.int64, device=device)
 
-    def loss(step: int) -> dict[str, Tensor]:
-        tokens, labels = (torch.from_numpy(x).to(device) for x in source.get())
+    def loss() -> dict[str, Tensor]:
+        tokens, labels = given
         count = (labels != IGNORED).sum()
         main, ahead = (part.sum() / count for part in per_sequence(tokens, labels))
         return {'loss': main + MTP_SHARE * ahead, 'next': main, 'mtp': ahead}
 
-    done = training.run(loss, minutes)
+    with Batches(folder / TOKENIZER, recipe, training.done) as source:
+        begun = time.monotonic()
+
+        def feed(step: int) -> None:
+            given.copy_(torch.from_numpy(source.take()))
+
+        by_clock = (lambda: (time.monotonic() - begun) / (within * 60)) if within else None
+        done = training.run(feed, loss, minutes, by_clock)
     training.save()
-    save(folder, c, w, done)
+    save(folder, c, training.mean, done)
     return done
-
-
-def _ahead(tokenizer: Any, recipe: Recipe, done: int) -> queue.Queue[Any]:
-    """Batches made on another thread while the device works."""
-    ready: queue.Queue[Any] = queue.Queue(8)
-
-    def fill() -> None:
-        for batch in batches(tokenizer, recipe.batch, LENGTH, recipe.seed, done):
-            ready.put(batch)
-
-    threading.Thread(target=fill, daemon=True).start()
-    return ready
 
 
 def save(folder: Path, c: Qwen35Config, w: Mapping[str, Tensor], step: int) -> None:
@@ -172,6 +165,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument('--device', default='auto', choices=('auto', 'cpu', 'cuda'))
     parser.add_argument('--minutes', type=float, default=1e9, help='of training, at most')
     parser.add_argument('--count', type=int, default=1000, help='instructions to evaluate')
+    parser.add_argument('--within', type=float, default=0.0,
+                        help='minutes for the whole training instead of --steps')
     for name, value in vars(DEFAULT).items():
         parser.add_argument(f'--{name}', type=type(value), default=value)
     options = parser.parse_args(argv)
@@ -179,8 +174,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if options.command != 'evaluate':
             device = pick_backend(options.device).device
-            done = train(options.out, recipe, device, options.minutes)
-            print(f'{done} of {recipe.steps} steps done; {options.out / WEIGHTS} written')
+            done = train(options.out, recipe, device, options.minutes, options.within)
+            print(f'{done} steps done; {options.out / WEIGHTS} written')
         if options.command != 'train':
             for held_out in (False, True):
                 print(f'{"held-out" if held_out else "seen"} compositions, seed '

@@ -2,14 +2,16 @@
 
 A Pi0 of about four million parameters learns by flow matching (arXiv 2210.02747) to do what the
 scripted expert does, from perturbed demonstrations; then once more from where its own mistakes
-lead, labelled by the expert (DAgger, arXiv 1011.0686). Every command may be stopped and run again:
-``generate``, ``train`` and ``dagger`` go on from the folder's files, ``all`` does what is left.
+lead, labelled by the expert (DAgger, arXiv 1011.0686). ``generate``, ``train``, ``dagger`` and
+``train`` again are short steps that may be stopped and go on from the folder's files. ``all`` does
+everything at once, the GPU and every core busy, in a time that is given.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import replace as changed
 import os
@@ -20,7 +22,6 @@ import time
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 import yaml
 
 from flashrt_core.checkpoints import pi0_targets
@@ -28,18 +29,24 @@ from flashrt_core.errors import ConfigError
 from flashrt_core.errors import FlashrtError
 from flashrt_core.nn import GemmaDims
 from flashrt_core.nn import SiglipDims
-from flashrt_core.policies.pi0.batched import velocities
+from flashrt_core.policies.pi0.config import load_config
 from flashrt_core.policies.pi0.config import Pi0Config
 from flashrt_core.policies.pi0.config import Statistics
 from flashrt_core.policies.pi0.config import TINY
 from flashrt_core.policies.pi0.weights import random_weight
-from flashrt_core.policies.pi0.weights import tables
 from flashrt_core.policies.pi0.weights import weight_specs
 from flashrt_core.runtime import pick_backend
 from flashrt_core.tabletop import dataset
 from flashrt_core.tabletop.dagger import roll_out
+from flashrt_core.tabletop.policy_learner import relative_actions
+from flashrt_core.tabletop.policy_learner import Shelf
+from flashrt_core.tabletop.policy_learner import Step
+from flashrt_core.tabletop.producer import OWN_SEEDS
+from flashrt_core.tabletop.producer import Piece
+from flashrt_core.tabletop.producer import Producer
 from flashrt_core.tabletop.training import load_weights
 from flashrt_core.tabletop.training import Recipe
+from flashrt_core.tabletop.training import RECORD
 from flashrt_core.tabletop.training import replace
 from flashrt_core.tabletop.training import save_model
 from flashrt_core.tabletop.training import Training
@@ -48,7 +55,10 @@ WEIGHTS, CONFIG, EXPERT, OWN = (
     'policy.safetensors', 'policy.yaml', 'expert.safetensors', 'own.safetensors')
 UNITS = ('rad', 'rad', 'rad', '1', 'probability')
 TURN = 'turn{}'
-OWN_SEEDS = 2**30  # first seed of the episodes that the policy itself drives
+TIMED = 'timed'
+SPARE_S = 12.0         # to write what was learnt
+ROUND_S = 30.0         # from one version of the policy that records episodes to the next
+FIRST_SAMPLES = 6000   # before the first step
 DEFAULT = Recipe(steps=12000, batch=512, rate=1e-3, warmup=300, decay=0.01)
 Tell = Callable[[int], None]
 
@@ -69,17 +79,10 @@ def sizes() -> Pi0Config:
 
 def with_statistics(c: Pi0Config, samples: dataset.Samples) -> Pi0Config:
     """Return the config with mean and deviation of these samples, actions as they are learnt."""
-    relative = _relative(c, samples)
+    relative = relative_actions(c, samples)
     return changed(c, statistics=Statistics(
         state_mean=_row(samples.joints.mean(0)), state_std=_row(samples.joints.std(0)),
         action_mean=_row(relative.mean((0, 1))), action_std=_row(relative.std((0, 1)))))
-
-
-def _relative(c: Pi0Config, samples: dataset.Samples) -> np.ndarray:
-    actions = samples.actions.copy()
-    chosen = list(c.relative)
-    actions[..., chosen] -= samples.joints[:, None, chosen]
-    return actions
 
 
 def _row(values: np.ndarray) -> tuple[float, ...]:
@@ -95,67 +98,108 @@ def train(folder: Path, recipe: Recipe, device: torch.device, minutes: float,
     """
     parts = [dataset.load(folder / EXPERT)]
     c = with_statistics(sizes(), parts[0])  # of the first turn, so that weights keep their scale
-    w = {n: random_weight(n, s, recipe.seed).to(device) for n, s in weight_specs(c).items()}
+    w = first_weights(c, recipe, device, folder / TURN.format(1) if turn == 2 else None)
     if turn == 2:
         parts.append(dataset.load(folder / OWN))
-        begin = load_weights(folder / TURN.format(1))
-        for name, tensor in w.items():
-            tensor.copy_(begin[name])
     samples = dataset.join(parts)
     place = folder / TURN.format(turn)
     place.mkdir(exist_ok=True)
     training = Training(place, recipe, w, {'statistics': vars(c.statistics)})
-    frames = _frames(samples, c, device, workers)
-    given = _tensors(samples, c, device)
-    held = {**{n: t.to(device) for n, t in tables(c).items()}, **w}
-
-    def loss(step: int) -> dict[str, Tensor]:
-        rng = torch.Generator().manual_seed(recipe.seed * 2**32 + step)
-        index = torch.randint(0, len(samples), (recipe.batch,), generator=rng).to(device)
-        at = torch.randint(0, c.flow_steps, (recipe.batch,), generator=rng).to(device)
-        actions = given['actions'][index]
-        noise = torch.randn(actions.shape, generator=rng).to(device)
-        t = (1.0 - at / c.flow_steps)[:, None, None]
-        x = t * noise + (1.0 - t) * actions
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == 'cuda'):
-            v = velocities(c, held, frames[index], given['text'][index], given['length'][index],
-                           given['state'][index], x, at)
-        errors = (v.float() - (noise - actions)).square()[..., : c.action_dim]
-        return {'loss': errors.mean(), 'done': errors[..., -1].mean()}
-
-    done = training.run(loss, minutes)
+    shelf = Shelf(c, len(samples), device)
+    at, tell = 0, _progress('frames', len(samples))
+    for frames in dataset.frames_in_parallel(samples.states, c.vision.image_size, workers, tell):
+        shelf.put(samples[at : at + len(frames)], frames)
+        at += len(frames)
+    step = Step(c, w, shelf, recipe.batch, recipe.seed)
+    done = training.run(step.feed, step.loss, minutes)
     training.save()
-    save_model(pi0_targets(c), w, folder / WEIGHTS, {'steps': str(done)})
-    replace(folder / CONFIG, lambda path: path.write_text(_config_text(c), encoding='utf-8'))
+    write_model(folder, c, training.mean, done)
     return done
 
 
-def _frames(samples: dataset.Samples, c: Pi0Config, device: torch.device,
-            workers: int) -> Tensor:
-    """Draw every frame once; uint8 [N, V, size, size, 3] on the device."""
-    size = c.vision.image_size
-    frames = torch.empty((len(samples), len(c.views), size, size, 3), dtype=torch.uint8,
-                         device=device)
-    at = 0
-    tell = _progress('frames', len(samples))
-    for piece in dataset.frames_in_parallel(samples.states, size, workers, tell):
-        frames[at : at + len(piece)].copy_(torch.from_numpy(piece))
-        at += len(piece)
-    return frames
+def first_weights(c: Pi0Config, recipe: Recipe, device: torch.device,
+                  begin: Path | None = None) -> dict[str, Tensor]:
+    """Return the weights to begin with: random, or those of the training in ``begin``."""
+    w = {n: random_weight(n, s, recipe.seed).to(device) for n, s in weight_specs(c).items()}
+    if begin is not None:
+        held = load_weights(begin)
+        for name, tensor in w.items():
+            tensor.copy_(held[name])
+    return w
 
 
-def _tensors(samples: dataset.Samples, c: Pi0Config, device: torch.device) -> dict[str, Tensor]:
-    """Return normalised states and actions and the text, on the device."""
-    s = c.statistics
-    actions = (_relative(c, samples) - s.action_mean) / s.action_std
-    state = (samples.joints - s.state_mean) / s.state_std
-    padded = F.pad(torch.tensor(actions, dtype=torch.float32), (0, c.action_width - c.action_dim))
-    return {
-        'actions': padded.to(device),
-        'state': torch.tensor(state, dtype=torch.float32, device=device),
-        'text': torch.tensor(samples.text, dtype=torch.int64, device=device),
-        'length': torch.tensor(samples.length, dtype=torch.int64, device=device),
-    }
+def write_model(folder: Path, c: Pi0Config, weights: Mapping[str, Tensor], steps: int) -> None:
+    """Write the model and its config as the policy reads them."""
+    save_model(pi0_targets(c), weights, folder / WEIGHTS, {'steps': str(steps)})
+    replace(folder / CONFIG, lambda path: path.write_text(_config_text(c), encoding='utf-8'))
+
+
+def train_by_the_clock(folder: Path, recipe: Recipe, device: torch.device, minutes: float,
+                       workers: int, capacity: int, begin: Path | None = None) -> int:
+    """Generate, train and let the policy drive at once, all of it in ``minutes``.
+
+    The GPU trains while every core records episodes: the expert's first, then mostly those of the
+    policy as it was last written, drawn and labelled at once (DAgger without rounds). The rate
+    falls to zero when the time is over. Steps and episodes depend on the machine; the record says
+    how many there were.
+
+    :param capacity: samples kept on the device, the newest.
+    :param begin: folder of a training to go on from, with a rate that begins anew.
+    """
+    end = time.monotonic() + minutes * 60 - SPARE_S
+    folder.mkdir(parents=True, exist_ok=True)
+    place = folder / TIMED
+    if (place / RECORD).exists():
+        raise ConfigError(f'{place} holds a training already; give another folder, and this one '
+                          'with --begin to go on from it')
+    place.mkdir(exist_ok=True)
+    c = sizes()
+    w = first_weights(c, recipe, device, begin)
+    shelf = Shelf(c, capacity, device)
+    step = Step(c, w, shelf, recipe.batch, recipe.seed)
+    producer = Producer(workers, c.vision.image_size)
+    try:
+        if device.type == 'cuda':
+            step.compile()
+        first: list[Piece] = []
+        while sum(len(s) for s, _ in first) < FIRST_SAMPLES and time.monotonic() < end:
+            time.sleep(0.2)
+            first += producer.take()
+        if not first:
+            raise ConfigError(f'no episode was recorded in {minutes} minutes; give more')
+        begun = time.monotonic()
+        c = with_statistics(c, dataset.join(s for s, _ in first))
+        if begin is not None:
+            c = changed(c, statistics=load_config(begin.parent / CONFIG).statistics)
+        shelf.statistics = c.statistics
+        training = Training(place, recipe, w, {'statistics': vars(c.statistics)})
+
+        def progress() -> float:
+            return (time.monotonic() - begun) / max(1e-9, end - begun)
+
+        rounds = max(1, round((end - begun) / ROUND_S))
+        for number in range(rounds):
+            for samples, frames in [*first, *producer.take()]:
+                shelf.put(samples, frames)
+            first = []
+            print(f'samples {shelf.held} of {shelf.given}, episodes {producer.episodes}',
+                  flush=True)
+            training.run(step.feed, step.loss, progress=progress, until=(number + 1) / rounds)
+            if number + 1 < rounds and (number + 1 >= 2 or begin is not None):
+                own = folder / 'own' / f'{number:03}'
+                own.mkdir(parents=True, exist_ok=True)
+                write_model(own, c, training.mean, training.done)
+                producer.drive(own / CONFIG)
+                write_model(folder, c, training.mean, training.done)
+        training.record |= {
+            'episodes': producer.episodes, 'samples': shelf.given, 'minutes': minutes,
+            'begin': str(begin or ''), 'device': _device_name(device), 'seeds': {
+                'expert': [0, 2**30], 'own': [OWN_SEEDS, 2**31]}}
+    finally:
+        producer.close()
+    training.save()
+    write_model(folder, c, training.mean, training.done)
+    return training.done
 
 
 def _config_text(c: Pi0Config) -> str:
@@ -172,6 +216,18 @@ def _config_text(c: Pi0Config) -> str:
                'row_keys': list(c.row_keys), 'weights': WEIGHTS}
     return ('# The small policy of the tabletop. The last action is the probability that the '
             'subgoal is done.\n' + yaml.safe_dump(record, sort_keys=False))
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == 'cuda' else 'CPU'
+
+
+def _capacity(c: Pi0Config, device: torch.device, episodes: int) -> int:
+    """Return how many samples the device may keep: half of what is free, or so many episodes."""
+    if device.type != 'cuda':
+        return episodes * 120
+    each = len(c.views) * c.vision.image_size**2 * 3
+    return int(torch.cuda.mem_get_info(device)[0] * 0.5) // each
 
 
 def _progress(what: str, total: int) -> Tell:
@@ -213,6 +269,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument('--out', type=Path, required=True, help='folder of samples and model')
     parser.add_argument('--episodes', type=int, default=2400, help='of the expert')
     parser.add_argument('--own', type=int, default=400, help='episodes that the policy drives')
+    parser.add_argument('--within', type=float, default=9.3,
+                        help='minutes for all of it: the command "all" goes by the clock')
+    parser.add_argument('--begin', type=Path, help='folder of an "all" to go on from')
     parser.add_argument('--device', default='auto', choices=('auto', 'cpu', 'cuda'))
     parser.add_argument('--workers', type=int, default=os.cpu_count(), help='processes')
     parser.add_argument('--minutes', type=float, default=1e9, help='of a training, at most')
@@ -222,16 +281,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     recipe = Recipe(**{name: getattr(o, name) for name in vars(DEFAULT)})
     try:
         device = pick_backend(o.device).device
-        if o.command in ('generate', 'all'):
+        if o.command == 'all':
+            done = train_by_the_clock(
+                o.out, recipe, device, o.within, o.workers,
+                _capacity(sizes(), device, o.episodes), o.begin and o.begin / TIMED)
+            print(f'{done} steps; {o.out / WEIGHTS} written')
+            return 0
+        if o.command == 'generate':
             generate(o.out, o.episodes, o.workers)
         if not (o.out / EXPERT).exists():
             raise ConfigError(f'{o.out} has no samples yet; run generate first')
         second = (o.out / OWN).exists()
-        if o.command == 'all' or (o.command == 'train' and not second):
+        if o.command == 'train' and not second:
             train(o.out, recipe, device, o.minutes, o.workers, 1)
-        if o.command in ('dagger', 'all'):
+        if o.command == 'dagger':
             dagger(o.out, o.own, o.workers)
-        if o.command == 'all' or (o.command == 'train' and second):
+        if o.command == 'train' and second:
             after = changed(recipe, steps=recipe.steps // 2, rate=recipe.rate / 2)
             train(o.out, after, device, o.minutes, o.workers, 2)
     except FlashrtError as error:

@@ -1,4 +1,4 @@
-"""What both trainings share: AdamW with warm-up and a cosine, resuming, progress, scores."""
+"""What both trainings share: AdamW with warm-up and a cosine, an average, resuming, scores."""
 
 from collections.abc import Callable
 from collections.abc import Mapping
@@ -22,12 +22,18 @@ from flashrt_core.errors import ConfigError
 
 RECORD = 'training.json'
 WEIGHT = 'weight'
+MEAN = 'mean'
 MOMENTS = ('exp_avg', 'exp_avg_sq')
+EAGER = 3  # steps before one is captured
+Parts = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What decides the trained weights besides data and sizes; kept beside them."""
+    """What decides the trained weights besides data and sizes; kept beside them.
+
+    ``average``: share of the old in a running mean of the weights, which is what is used.
+    """
 
     steps: int
     batch: int
@@ -35,6 +41,7 @@ class Recipe:
     warmup: int = 200
     decay: float = 0.02
     seed: int = 1
+    average: float = 0.999
 
 
 @dataclass(frozen=True)
@@ -60,7 +67,11 @@ class Score:
 class Training:
     """Weights by name under AdamW (arXiv 1711.05101), with a place on disk to go on from.
 
+    On a GPU the whole update is captured once as a CUDA graph and replayed: what a step reads must
+    lie in the same tensors each time. Where a capture fails the steps go on without.
+
     :param weights: float32 tensors, changed in place. :param record: what a resume must agree in.
+    ``mean``: the running mean of the weights, by name.
     :raises ConfigError: the folder holds a training with another record, or a damaged one.
     """
 
@@ -68,54 +79,105 @@ class Training:
                  record: Mapping[str, Any]) -> None:
         self.folder, self.recipe, self.weights = folder, recipe, weights
         self.record = {'recipe': vars(recipe), **record}
+        self.mean = {name: weight.detach().clone() for name, weight in weights.items()}
         matrices = [w for w in weights.values() if w.ndim > 1]
         others = [w for w in weights.values() if w.ndim <= 1]
+        self._device = next(iter(weights.values())).device
+        self._rate = torch.tensor(recipe.rate, device=self._device)
+        self._share = torch.tensor(1.0, device=self._device)  # of the new in the mean
         self._optimizer = torch.optim.AdamW(
             [{'params': matrices, 'weight_decay': recipe.decay},
-             {'params': others, 'weight_decay': 0.0}], lr=recipe.rate, betas=(0.9, 0.98))
+             {'params': others, 'weight_decay': 0.0}], lr=self._rate, betas=(0.9, 0.98),
+            capturable=self._device.type == 'cuda')
+        self._graph: tuple[torch.cuda.CUDAGraph, Parts] | None = None
+        self._captures = self._device.type == 'cuda'
+        self._eager = 0
         self.done = self._resume()
         for tensor in weights.values():
             tensor.requires_grad_(True)
 
-    def run(self, loss: Callable[[int], Mapping[str, Tensor]], minutes: float) -> int:
-        """Train to the recipe's end or for ``minutes``; return the steps done in all.
+    def run(self, feed: Callable[[int], None], loss: Callable[[], Parts], minutes: float = 1e9,
+            progress: Callable[[], float] | None = None, until: float = 1.0) -> int:
+        """Train until the recipe's end or for ``minutes``; return the steps done in all.
 
-        :param loss: of one step by its number: named parts, the first of them is what is lowered.
+        :param feed: brings what the step of that number reads to its place.
+        :param loss: of one step: named parts, the first of them is what is lowered.
+        :param progress: of the whole training, 0 to 1, instead of the recipe's steps: by a clock.
+        :param until: the progress at which this call ends.
         """
         started = shown = time.monotonic()
-        first = self.done
-        while self.done < self.recipe.steps and time.monotonic() - started < minutes * 60:
-            parts = loss(self.done)
-            norm = self._update(next(iter(parts.values())))
+        first, steps = self.done, self.recipe.steps
+        gone = progress or (lambda: self.done / steps)
+        while gone() < until and time.monotonic() - started < minutes * 60:
+            feed(self.done)
+            parts = self._step(loss, min(1.0, gone()))
             self.done += 1
             now = time.monotonic()
-            if now - shown > 10 or self.done in (first + 1, self.recipe.steps):
-                shown, pace = now, (now - started) / (self.done - first)
-                told = '  '.join(f'{n} {float(v.detach()):.4f}' for n, v in parts.items())
-                print(f'step {self.done}/{self.recipe.steps}  {told}  norm {float(norm):.2f}  '
-                      f'{pace:.3f} s/step  left {pace * (self.recipe.steps - self.done) / 60:.1f} '
-                      'min', flush=True)
+            if now - shown > 10 or self.done == first + 1 or gone() >= until:
+                shown = now
+                told = '  '.join(f'{n} {float(v):.4f}' for n, v in parts.items())
+                pace = (time.monotonic() - started) / (self.done - first)
+                print(f'step {self.done}  {gone():.1%}  {told}  {pace * 1e3:.1f} ms/step'
+                      f'{"  captured" if self._graph else ""}', flush=True)
         return self.done
 
-    def _update(self, loss: Tensor) -> Tensor:
-        step, recipe = self.done, self.recipe
-        rise = min(1.0, (step + 1) / recipe.warmup)
-        fall = 0.5 * (1 + math.cos(math.pi * step / recipe.steps))
-        for group in self._optimizer.param_groups:
-            group['lr'] = recipe.rate * rise * fall + 1e-6
+    def _step(self, loss: Callable[[], Parts], progress: float) -> Parts:
+        recipe = self.recipe
+        rise = min(1.0, (self.done + 1) / recipe.warmup)
+        fall = 0.5 * (1 + math.cos(math.pi * progress))
+        self._rate.fill_(recipe.rate * rise * fall + 1e-6)
+        self._share.fill_(max(1 - recipe.average, 9 / (10 + self.done)))
+        if self._graph is not None:
+            self._graph[0].replay()
+            return self._graph[1]
+        if not self._captures:
+            return self._update(loss)
+        if self._eager == EAGER:
+            self._capture(loss)
+            return self._step(loss, progress)
+        self._eager += 1
+        side = torch.cuda.Stream(self._device)
+        side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(side):
+            parts = self._update(loss)
+        torch.cuda.current_stream(self._device).wait_stream(side)
+        return parts
+
+    def _capture(self, loss: Callable[[], Parts]) -> None:
+        """Capture an update, which runs nothing; the weights stay as they are if it fails."""
+        self._captures = False
+        torch.cuda.synchronize(self._device)
         self._optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, capture_error_mode='thread_local'):
+                parts = self._update(loss)
+        except RuntimeError as error:
+            torch.cuda.synchronize(self._device)
+            print(f'steps are not captured: {str(error).splitlines()[0]}', flush=True)
+        else:
+            self._graph = graph, parts
+
+    def _update(self, loss: Callable[[], Parts]) -> Parts:
+        self._optimizer.zero_grad(set_to_none=True)
+        parts = loss()
+        next(iter(parts.values())).backward()
         norm = torch.nn.utils.clip_grad_norm_(list(self.weights.values()), 1.0)
         self._optimizer.step()
-        return norm
+        with torch.no_grad():
+            mean = list(self.mean.values())
+            away = torch._foreach_sub([self.weights[name] for name in self.mean], mean)
+            torch._foreach_mul_(away, self._share)
+            torch._foreach_add_(mean, away)
+        return {**{name: value.detach() for name, value in parts.items()}, 'norm': norm}
 
     def save(self) -> None:
-        """Write weights, moments, and last the record that names their step.
+        """Write weights, their mean, moments, and last the record that names their step.
 
         A stop at any moment leaves what was saved before. One file for each, so that each can be
         carried by itself.
         """
-        parts = {WEIGHT: {n: w.detach() for n, w in self.weights.items()}}
+        parts = {WEIGHT: {n: w.detach() for n, w in self.weights.items()}, MEAN: self.mean}
         for moment in MOMENTS:
             parts[moment] = {n: self._optimizer.state[w][moment]
                              for n, w in self.weights.items() if w in self._optimizer.state}
@@ -138,22 +200,25 @@ class Training:
         if held != json.loads(json.dumps(self.record)):
             raise ConfigError(f'{self.folder} holds a training with {held}, asked is '
                               f'{self.record}; give the same options or another folder')
-        stored = {kind: _load(self.folder, kind, step) for kind in (WEIGHT, *MOMENTS)}
+        stored = {kind: _load(self.folder, kind, step) for kind in (WEIGHT, MEAN, *MOMENTS)}
         with torch.no_grad():
             for name, tensor in self.weights.items():
                 tensor.copy_(stored[WEIGHT][name])
+                self.mean[name].copy_(stored[MEAN][name])
                 if step:
                     moments = {m: stored[m][name].to(tensor.device) for m in MOMENTS}
-                    self._optimizer.state[tensor] = {'step': torch.tensor(float(step)), **moments}
+                    count = torch.tensor(float(step))
+                    self._optimizer.state[tensor] = {
+                        'step': count.to(tensor.device) if self._captures else count, **moments}
         return int(step)
 
 
 def load_weights(folder: Path) -> dict[str, Tensor]:
-    """Return the weights of a training, on the CPU.
+    """Return the mean of a training's weights, on the CPU.
 
     :raises ConfigError: there is none, or it cannot be read.
     """
-    return _load(folder, WEIGHT, _record(folder)['step'])
+    return _load(folder, MEAN, _record(folder)['step'])
 
 
 def _file(kind: str, step: int) -> str:

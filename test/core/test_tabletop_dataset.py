@@ -7,15 +7,16 @@ import numpy as np
 import pytest
 
 from flashrt_core.errors import ConfigError
+from flashrt_core.policies import letterbox
 from flashrt_core.tabletop import dataset
 from flashrt_core.tabletop import Expert
 from flashrt_core.tabletop import Goal
-from flashrt_core.tabletop import goal_reached
 from flashrt_core.tabletop import render_state
 from flashrt_core.tabletop import World
 from flashrt_core.tabletop import WorldState
 from flashrt_core.tabletop.instructions import HELD_OUT_PAIRS
 from flashrt_core.tabletop.subgoals import encode_subgoal
+from flashrt_core.tabletop.subgoals import settled
 
 
 @pytest.fixture(scope='module')
@@ -39,7 +40,7 @@ def test_a_label_is_what_the_expert_does_from_that_state_on() -> None:
     found = dataset.label(world.snapshot(), goal, World(0))
     for row in found:
         assert row[:4] == pytest.approx(Expert(world).action(), abs=1e-6)
-        assert row[4] == goal_reached(goal, world.snapshot())
+        assert row[4] == settled(goal, world.snapshot())
         world.step(Expert(world).action())
 
 
@@ -63,11 +64,12 @@ def test_no_goal_of_training_pairs_held_out_colours() -> None:
     assert seen == {'put', 'pick', 'home'}
 
 
-def test_frames_are_those_of_the_robots_cameras(samples: dataset.Samples) -> None:
+def test_frames_are_what_the_executor_makes_of_the_robots_cameras(samples: dataset.Samples) -> None:
     frames = dataset.draw_frames(samples.states[:2], 42)
     state = WorldState.from_vector(samples.states[1])
     for at, view in enumerate(('top', 'wrist')):
-        assert np.array_equal(frames[1, at], render_state(state, view, 42))
+        sent = render_state(state, view, 224)  # config/tabletop.yaml
+        assert np.array_equal(frames[1, at], letterbox(sent, 42))
 
 
 def test_samples_come_back_from_their_file(samples: dataset.Samples, tmp_path: Path) -> None:

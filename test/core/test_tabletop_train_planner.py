@@ -1,9 +1,9 @@
 """Training the small planner: data by step, a stop and a resume, plans by the real session."""
 from __future__ import annotations
 
-from itertools import islice
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +17,8 @@ from flashrt_core.tabletop import planner_data
 from flashrt_core.tabletop import train_planner
 from flashrt_core.tabletop import training
 from flashrt_core.tabletop.instructions import draw_example
-from flashrt_core.tabletop.planner_data import batches
+from flashrt_core.tabletop.planner_data import batch
+from flashrt_core.tabletop.planner_data import Batches
 from flashrt_core.tabletop.planner_data import encode
 from flashrt_core.tabletop.planner_data import IGNORED
 from flashrt_core.tabletop.train_planner import evaluate
@@ -43,9 +44,10 @@ def test_a_training_that_stopped_goes_on_to_the_same_weights(
     recipe = Recipe(steps=4, batch=3, warmup=2)
     assert train(tmp_path / 'whole', recipe, CPU, 10) == 4
     halves = Recipe(steps=4, batch=3, warmup=2)
-    clock = iter([0.0, 0.0, *[0.0] * 5, 1e9, 1e9, 1e9])
+    clock = iter([0.0] * 5 + [1e9] * 3)
     with monkeypatch.context() as patched:
-        patched.setattr(training.time, 'monotonic', lambda: next(clock))
+        # The trainer's clock alone: the pool goes by the real one.
+        patched.setattr(training, 'time', SimpleNamespace(monotonic=lambda: next(clock)))
         stopped = train(tmp_path / 'halves', halves, CPU, 1)
     assert 0 < stopped < 4
     assert train(tmp_path / 'halves', halves, CPU, 10) == 4
@@ -54,7 +56,8 @@ def test_a_training_that_stopped_goes_on_to_the_same_weights(
                      [load_file(f / train_planner.WEIGHTS) for f in (whole, resumed)]):
         assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
     kept = sorted(path.name for path in resumed.glob('*-*.safetensors'))
-    assert kept == [f'{kind}-0000004.safetensors' for kind in ('exp_avg', 'exp_avg_sq', 'weight')]
+    kinds = ('exp_avg', 'exp_avg_sq', 'mean', 'weight')
+    assert kept == [f'{kind}-0000004.safetensors' for kind in kinds]
     (resumed / kept[0]).unlink()
     with pytest.raises(ConfigError, match=r'exp_avg-0000004\.safetensors cannot be read'):
         train(resumed, halves, CPU, 10)
@@ -82,10 +85,12 @@ def test_a_trained_folder_is_a_planner_that_writes_plans(
 def test_a_batch_depends_on_seed_and_step_alone(tmp_path: Path) -> None:
     planner_data.train_tokenizer(tmp_path / 'tokenizer.json', 1)
     tokenizer = json_tokenizer(tmp_path / 'tokenizer.json')
-    first = list(islice(batches(tokenizer, 4, 96, 7), 3))
-    (tokens, labels), = islice(batches(tokenizer, 4, 96, 7, step=2), 1)
-    assert np.array_equal(tokens, first[2][0]) and np.array_equal(labels, first[2][1])
-    assert not np.array_equal(first[0][0], first[1][0])
+    tokens, labels = batch(tokenizer, 4, 96, 7, 2)
+    again = Batches(tmp_path / 'tokenizer.json', Recipe(steps=9, batch=4, seed=7), 1, workers=1)
+    with again as source:
+        found = [source.take() for _ in range(2)]
+    assert np.array_equal(found[1], [tokens, labels])
+    assert not np.array_equal(found[0], found[1])
     learnt = labels != IGNORED
     assert np.array_equal(labels[learnt], tokens[learnt]) and bool(learnt.any(1).all())
 

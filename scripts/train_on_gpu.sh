@@ -1,0 +1,25 @@
+#!/bin/sh
+# Trains the two small models on one GPU, each command below ten minutes:
+#   scripts/train_on_gpu.sh policy OUT [MINUTES]    generation, training and DAgger at once
+#   scripts/train_on_gpu.sh planner OUT [MINUTES]
+#   scripts/train_on_gpu.sh evaluate OUT            both, with intervals
+# OUT gets policy/ and planner/. PYTHON and WORKERS (CPU cores) may be set.
+set -eu
+what=$1 out=$2
+cd "$(dirname -- "$0")/.."
+python=${PYTHON:-python3} workers=${WORKERS:-15}
+export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+case $what in
+policy)
+    $python -m flashrt_core.tabletop.train_policy all --out "$out/policy" --device cuda \
+        --workers "$workers" --within "${3:-9.2}" ;;
+planner)
+    $python -m flashrt_core.tabletop.train_planner train --out "$out/planner" --device cuda \
+        --within "${3:-4}" ;;
+evaluate)
+    $python -m flashrt_core.tabletop.evaluate --policy "$out/policy" --workers "$workers"
+    $python -m flashrt_core.tabletop.train_planner evaluate --out "$out/planner" --device cuda ;;
+*)
+    echo "unknown command $what; give policy, planner or evaluate" >&2
+    exit 2 ;;
+esac
