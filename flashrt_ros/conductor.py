@@ -37,6 +37,8 @@ from flashrt_ros.msg import ActionChunk
 from flashrt_ros.msg import Event
 from flashrt_ros.msg import ExecutorStatus
 from flashrt_ros.msg import TickInput
+from flashrt_ros.planner_client import PlannerClient
+from flashrt_ros.processes import Process
 from flashrt_ros.processes import ProcessGroup
 from flashrt_ros.processes import WaitTimeout
 from flashrt_ros.srv import Drop
@@ -64,6 +66,7 @@ EXECUTOR_SERVICES = {
     'pin': Pin, 'reset': Reset, 'restore': Restore, 'resume': Resume, 'rollback': Rollback,
     'set_subgoal': SetSubgoal, 'snapshot': Snapshot, 'step': Step,
 }  # fmt: skip
+NODES = {'bringup': ('executor', 'planner')}  # of processes that hold several
 ROBOT_SERVICES = {'reset_world': ResetWorld, 'set_task': SetTask, 'step': StepWorld}
 
 
@@ -137,7 +140,7 @@ def chunk_array(chunk: ActionChunk) -> NDArray[np.float32]:
 
 
 class Conductor:
-    """Client of one executor and one tabletop below one namespace."""
+    """Client of one executor, one tabletop and perhaps a planner below one namespace."""
 
     def __init__(
         self,
@@ -149,11 +152,13 @@ class Conductor:
         executor_name: str = 'executor',
         robot_name: str = 'tabletop',
         keep_images: bool = True,
+        planner_name: str = '',
     ) -> None:
         """Join the group's domain and subscribe.
 
         :param reliable: ask for reliable sensor data (lock-step); False matches best effort.
         :param keep_images: False leaves the images alone (a bench that must not load the bus).
+        :param planner_name: makes ``planner``, a client of the planner of that name.
         """
         self.group = group
         self._context = group.context()
@@ -186,15 +191,8 @@ class Conductor:
         self.commands = self.node.create_publisher(
             JointTrajectory, 'joint_trajectory', qos.command()
         )
-        self._replay_joints = self.node.create_publisher(
-            JointState, 'joint_states', self._sensor_profile(reliable)
-        )
-        self._replay_images = {
-            view: self.node.create_publisher(
-                Image, f'images/{view}', self._sensor_profile(reliable)
-            )
-            for view in (views if keep_images else ())
-        }
+        self.planner = PlannerClient(
+            self.node, planner_name, self.wait, self._notify) if planner_name else None
         self._thread = threading.Thread(target=self._spin, name='conductor', daemon=True)
         self._thread.start()
 
@@ -226,6 +224,10 @@ class Conductor:
                 self._changed.notify_all()
 
         return take
+
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     def _on_joints(self, message: JointState) -> None:
         with self._changed:
@@ -296,14 +298,16 @@ class Conductor:
             if not name.startswith('_')  # hidden, e.g. the daemon of ros2cli
         ]
         base = self.node.get_namespace().rstrip('/')
-        for process in self.group.processes:
-            # Nodes of the group and this one are expected once each; a second one is a stranger.
-            expected = f'{base}/{process.name}'
-            if expected in names:
-                names.remove(expected)
-        if f'{base}/conductor' in names:
-            names.remove(f'{base}/conductor')
+        held = [NODES.get(process.name, (process.name,)) for process in self.group.processes]
+        # Nodes of the group and this one are expected once each; a second one is a stranger.
+        for name in (*(name for nodes in held for name in nodes), 'conductor'):
+            if f'{base}/{name}' in names:
+                names.remove(f'{base}/{name}')
         return sorted(names)
+
+    def _process_of(self, node: str) -> Process:
+        return next((p for p in self.group.processes if node in NODES.get(p.name, ())),
+                    None) or self.group[node]
 
     def wait_for_services(self, timeout_s: float, *, robot: bool = True) -> None:
         """Wait until the servers are discovered.
@@ -317,20 +321,22 @@ class Conductor:
         }
 
         def ready() -> bool:
-            return all(client.service_is_ready() for client in wanted.values())
+            return all(client.service_is_ready() for client in wanted.values()) and (
+                self.planner is None or self.planner.ready)
 
         try:
             self.group.wait_for(ready, timeout_s, 'the services', poll_s=0.02)
         except WaitTimeout as error:
             missing = [n for n, c in wanted.items() if not c.service_is_ready()]
+            missing += ['planner/plan'] if self.planner and not self.planner.ready else []
             raise WaitTimeout(f'services not discovered: {missing}; {error}') from error
 
     def wait_until_active(
         self, timeout_s: float, progress: Callable[[ExecutorStatus], None] | None = None
     ) -> ExecutorStatus:
-        """Wait for the executor's status to say active, passing each status on.
+        """Wait for the executor, and the planner, to be active, passing each status on.
 
-        :raises NotReady: its configure has failed.
+        :raises NotReady: a configure has failed.
         """
         told: list[float] = [-1.0]
 
@@ -339,15 +345,21 @@ class Conductor:
             if status is not None and progress is not None and status.progress != told[0]:
                 told[0] = status.progress
                 progress(status)
-            if status is not None and status.phase == 'failed':
-                process = self.group[self._executor_name]
-                raise NotReady(
-                    f'the executor could not be configured; the end of its log '
-                    f'({process.log_path}):\n{process.tail()}'
-                )
-            return status if status is not None and status.state == 'active' else None
+            statuses: dict[str, Any] = {self._executor_name: status}
+            if self.planner is not None:
+                statuses['planner'] = self.planner.status
+            for name, heard in statuses.items():
+                if heard is not None and heard.phase == 'failed':
+                    process = self._process_of(name)
+                    raise NotReady(
+                        f'the {name} could not be configured; the end of its log '
+                        f'({process.log_path}):\n{process.tail()}'
+                    )
+            ready = all(s is not None and s.state == 'active' for s in statuses.values())
+            return status if ready else None
 
-        return self.wait(active, timeout_s, 'the executor to become active')
+        what = 'executor' if self.planner is None else 'executor and the planner'
+        return self.wait(active, timeout_s, f'the {what} to become active')
 
     # -- services -----------------------------------------------------------------------------
 
@@ -449,15 +461,6 @@ class Conductor:
         message = JointTrajectory(joint_names=list(names), points=[point])
         message.header.stamp = to_stamp(stamp_ns)
         self.commands.publish(message)
-
-    def show(self, observation: Observation, stamp_ns: int) -> None:
-        """Publish a recorded observation again under a new stamp."""
-        stamp = to_stamp(stamp_ns)
-        observation.joints.header.stamp = stamp
-        for view, image in observation.images.items():
-            image.header.stamp = stamp
-            self._replay_images[view].publish(image)
-        self._replay_joints.publish(observation.joints)
 
     def clear_heard(self) -> None:
         """Forget chunks, inputs and events heard so far."""

@@ -1,7 +1,7 @@
 """Run the demo and end with it: ``ros2 launch flashrt_ros demo.launch.py episodes:=5``.
 
-The demo starts robot and executor itself, on a domain of its own, because in lock-step it is their
-clock; this file is the way in for those who launch everything.
+The demo starts the robot, and executor and planner in one process, on a domain of its own, because
+in lock-step it is their clock; this file is the way in for those who launch everything.
 """
 
 from launch.actions import DeclareLaunchArgument
@@ -12,9 +12,11 @@ from launch_ros.actions import Node
 from launch import LaunchDescription
 
 ARGUMENTS = (
-    ('episodes', '3', 'policy episodes in lock-step', None),
+    ('episodes', '3', 'in lock-step: interrupt, the same again, retry, other tables', None),
+    ('policy_config', '', 'name or file; empty: the trained policy, or an untrained one', None),
+    ('planner_config', '', 'name or file; empty: the trained planner, or an untrained one', None),
     ('out', 'out/demo', 'folder of report and logs', None),
-    ('device', 'auto', 'where the policy runs', ('auto', 'cpu', 'cuda')),
+    ('device', 'auto', 'where the models run', ('auto', 'cpu', 'cuda')),
     ('python', '', 'interpreter that runs the demo; empty: the one on PATH', None),
 )
 
@@ -32,6 +34,8 @@ def generate_launch_description() -> LaunchDescription:
         arguments=[
             '--episodes',
             LaunchConfiguration('episodes'),
+            ['--policy-config=', LaunchConfiguration('policy_config')],
+            ['--planner-config=', LaunchConfiguration('planner_config')],
             '--out',
             LaunchConfiguration('out'),
             '--device',

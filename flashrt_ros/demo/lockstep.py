@@ -1,279 +1,370 @@
-"""Episodes under the conductor's clock: policy, rollback and its proof, fork, scripted expert."""
+"""One lock-step episode under the conductor's clock: instructions, steps, subgoals, capsule verbs.
+
+The order of all that happens depends on nothing but the models: the conductor waits for the
+planner before each step, and the executor's reply says which subgoal its tick has called done.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence
-from dataclasses import dataclass
+import hashlib
 
 import numpy as np
 
 from flashrt_core.tabletop import draw_filmstrip
 from flashrt_core.tabletop import encode_png
 from flashrt_core.tabletop import Expert
+from flashrt_core.tabletop import Goal
+from flashrt_core.tabletop import goal_reached
+from flashrt_core.tabletop import parse_task
+from flashrt_core.tabletop import task_solved
 from flashrt_core.tabletop import World
 from flashrt_core.tabletop import WorldState
+from flashrt_core.tabletop.instructions import describe
 from flashrt_ros.conductor import Answer
-from flashrt_ros.conductor import chunk_array
 from flashrt_ros.conductor import chunk_digest
 from flashrt_ros.conductor import Conductor
 from flashrt_ros.conductor import input_digests
 from flashrt_ros.conductor import Observation
 from flashrt_ros.conductor import to_ns
 from flashrt_ros.conductor import to_stamp
-from flashrt_ros.demo.record import Capsule
+from flashrt_ros.demo import view
+from flashrt_ros.demo.brain import Brain
+from flashrt_ros.demo.record import Comparison
 from flashrt_ros.demo.record import Episode
-from flashrt_ros.demo.record import ForkResult
-from flashrt_ros.demo.record import ReplayProof
+from flashrt_ros.demo.record import PlanMade
 from flashrt_ros.demo.record import Run
-from flashrt_ros.demo.record import spread_of
+from flashrt_ros.demo.record import Subgoal
 from flashrt_ros.demo.record import VerbCall
 from flashrt_ros.demo.terminal import Terminal
 from flashrt_ros.msg import ActionChunk
+from flashrt_ros.msg import Subgoal as SubgoalMessage
+from flashrt_ros.msg import SubgoalOutcome
 from flashrt_ros.msg import TickInput
+from flashrt_ros.planner_client import PlanCall
+from flashrt_ros.planner_client import PlannerClient
 
 STRIP_FRAMES = 8
 STRIP_SIZE_PX = 150
-
-
-@dataclass
-class Segment:
-    """A few steps of the policy: what it saw and what it answered."""
-
-    observations: list[Observation]
-    chunks: list[ActionChunk]
-    inputs: list[TickInput]
+BLOCKS = 2
 
 
 class LockStep:
-    """Conducts episodes and writes them into the run. Main thread only.
+    """Conducts one episode after the other and writes them into the run. Main thread only.
 
     A ``World`` of the same seed follows the commands beside the robot: the tabletop is
-    deterministic, so its joints must equal the measured ones to the bit, and it draws the strips.
+    deterministic, so its joints must equal the measured ones to the bit. It draws the strips,
+    describes the scene to the planner, and says what really happened: all that is an oracle.
     """
 
-    def __init__(self, conductor: Conductor, run: Run, terminal: Terminal) -> None:
-        self.conductor = conductor
-        self.run = run
-        self.terminal = terminal
-        self._world: World
-        self._states: list[WorldState] = []
+    def __init__(self, conductor: Conductor, brain: Brain, run: Run, terminal: Terminal,
+                 steps: int) -> None:
+        """Work with an active robot, executor and planner.
+
+        :param steps: that an episode may take.
+        """
+        assert conductor.planner is not None
+        self.conductor, self.brain, self.run, self.terminal = conductor, brain, run, terminal
+        self.planner: PlannerClient = conductor.planner
+        self.limit = steps
+        self.episode: Episode
+        self.world: World
+        self.states: list[WorldState] = []
+        self._call: tuple[PlanCall, PlanMade] | None = None
+        self.asked: tuple[Goal, ...] = ()  # what the newest instruction means
         self._stamp_ns = 0
         self._observation: Observation
-        self._episode: Episode
-        self._total = 0
-        self._solved = False
+        self._tick_steps: list[int] = []
+        self._commands: list[list[float]] = []
+        self._heard_before = (0, 0)
 
     # -- episodes -----------------------------------------------------------------------------
 
-    def policy_episode(self, number: int, steps: int, *, story: str) -> None:
-        """Reset mind and world, then run ``steps`` steps with one of the stories in the middle.
-
-        :param story: ``rollback`` (and its proof), ``fork``, or ``''``.
-        """
-        self._begin(f'Episode {number}', 'policy', seed=number, steps=steps)
-        reset = self._verb('reset', '', set_seed=True, seed=number)
-        self._episode.epochs.append(reset.reply.epoch)
-        middle = steps // 2
-        self._run_policy(middle)
-        if story == 'rollback':
-            self._rollback_story(f'episode_{number}_middle')
-        elif story == 'fork':
-            self._fork_story(f'episode_{number}_middle')
-        self._run_policy(steps - self._episode.steps)
-        self._end()
-
-    def expert_episode(self, seed: int, limit: int = 500) -> bool:
-        """Let the scripted expert solve the task through the topic the executor commands."""
-        self._begin('Scripted expert', 'expert', seed=seed, steps=limit)
-        expert = Expert(self._world)
-        names = list(self._observation.joints.name)
-        while not self._solved and self._episode.steps < limit:
-            action = expert.action()
-            self.conductor.publish(action.tolist(), names, self._stamp_ns)
-            self._robot_step(action.tolist())
-        self._episode.solved = self._solved
-        self._end()
-        return self._solved
-
-    def _begin(self, title: str, driver: str, *, seed: int, steps: int) -> None:
+    def begin(self, title: str, *, seed: int, blocks: int = BLOCKS, driver: str = 'policy',
+              limit: int = 0) -> None:
+        """Make a new world and, where the policy drives, put its mind back by a capsule."""
         self.terminal.stage(title)
-        self._total = steps
-        answer = self.conductor.robot('reset_world', seed=seed, blocks=1, task='')
-        self._world = World(seed, 1, answer.reply.task)
-        self._states = [self._world.snapshot()]
-        self._solved = False
+        answer = self.conductor.robot('reset_world', seed=seed, blocks=blocks, task='')
+        self.world = World(seed, blocks, answer.reply.task)
+        self.states = [self.world.snapshot()]
+        self._call, self.asked = None, self.world.goals
+        self._commands, self._tick_steps = [], []
+        self._limit = limit or self.limit
+        self.episode = Episode(title, driver, seed, answer.reply.task)
+        self.episode.began_s = self.terminal.seconds
+        self.run.episodes.append(self.episode)
         self._observe(to_ns(answer.reply.stamp))
-        self._episode = Episode(title, driver, seed, answer.reply.task)
-        self._episode.began_s = self.terminal.seconds
-        self.run.episodes.append(self._episode)
+        heard = self.conductor.heard
+        self._heard_before = len(heard.chunks), len(heard.inputs)
+        if driver == 'policy':
+            self.verb('reset', '', set_seed=True, seed=seed)
 
-    def _end(self) -> None:
-        episode = self._episode
+    def end(self, text: str = '') -> None:
+        """End what runs, draw the strip, say how it went."""
+        episode = self.episode
+        if self._call is not None:
+            self.planner.cancel(self._call[0])
+            self._plan_ended()
+        for item in episode.subgoals:
+            if item.outcome == 'open':
+                item.ended = episode.steps
+        self._find_latches()
         episode.ended_s = self.terminal.seconds
-        strip = draw_filmstrip(self._states, frames=STRIP_FRAMES, size=STRIP_SIZE_PX)
+        episode.solved = task_solved(self.asked, self.states[-1])
+        strip = draw_filmstrip(self.states, frames=STRIP_FRAMES, size=STRIP_SIZE_PX)
         episode.strip_png = encode_png(strip)
-        text = f'{episode.steps} steps'
+        words = ['solved' if episode.solved else 'NOT solved']
+        if text:
+            words.append(text)
         if episode.driver == 'policy':
-            text += f', {episode.ticks} ticks, epochs {", ".join(map(str, episode.epochs))}'
-        else:
-            text += f', "{episode.task}" {"solved" if episode.solved else "NOT solved"}'
-        good = episode.driver == 'policy' or episode.solved
-        self.terminal.done(f'{text}{"; " + episode.note if episode.note else ""}', good=good)
-        if not good:
-            self.run.failures.append(f'{episode.title}: the task was not solved')
+            words.append(f'{len(episode.subgoals)} subgoals, {episode.ticks} ticks')
+        words.append(f'{episode.steps} steps at {episode.real_time_factor:.1f}x real time')
+        if episode.note:
+            words.append(episode.note)
+        # Only a trained policy is expected to solve its task.
+        expected = episode.driver == 'expert' or not self.brain.untrained
+        self.terminal.done('; '.join(words), good=episode.solved or not expected)
+        if expected and not episode.solved:
+            self.run.failures.append(f'{episode.title}: "{episode.task}" was not solved')
 
-    # -- one step -----------------------------------------------------------------------------
+    def expert_episode(self, seed: int) -> None:
+        """Let the scripted expert do the task through the topic that the executor commands."""
+        self.begin('Scripted expert', seed=seed, blocks=1, driver='expert', limit=500)
+        expert = Expert(self.world)
+        names = list(self._observation.joints.name)
+        while not self.world.solved() and self.episode.steps < self._limit:
+            action = expert.action().tolist()
+            self.conductor.publish(action, names, self._stamp_ns)
+            self._robot_step(action)
+        self.end()
+
+    # -- instructions -------------------------------------------------------------------------
+
+    def instruct(self, instruction: str, goals: tuple[Goal, ...], *, interrupt: bool = False
+                 ) -> None:
+        """Give the planner an instruction and wait until its first subgoal is in the slot.
+
+        One that the planner cannot plan goes to the policy as it is meant, without a plan.
+
+        :param goals: what it means, to judge the end by.
+        """
+        episode = self.episode
+        episode.marks.append((episode.steps, f'“{instruction}”'))
+        if not episode.subgoals:
+            episode.task = instruction
+        before, scene = self._newest(), str(describe(self.world.snapshot()))
+        self.asked = goals
+        if self._call is not None and not interrupt:
+            self.planner.cancel(self._call[0])
+            self._plan_ended()
+        call = self.planner.plan(
+            instruction, scene=scene, preempt=interrupt, priority=int(interrupt))
+        if self._call is not None:
+            self.planner.wait_for_end(self._call[0])
+            self._plan_ended()
+        made = PlanMade(len(self.run.episodes), instruction, scene, episode.steps)
+        self._call = call, made
+        self.run.plans.append(made)
+        self.planner.settle(call, before)
+        self._note_written(interrupt)
+        if self._newest() == before:
+            self._plan_ended()
+            self._write_myself(goals[0], interrupt)
+
+    def _write_myself(self, goal: Goal, interrupt: bool) -> None:
+        reply = self.conductor.executor('set_subgoal', subgoal=SubgoalMessage(
+            text=str(goal), priority=int(interrupt))).reply
+        self._add(Subgoal(int(reply.sequence), str(goal), 'conductor', self.episode.steps,
+                          interrupt))
+        self.note(f'the planner says {self.run.plans[-1].code}')
+
+    def _newest(self) -> int:
+        return max((item.sequence for item in self.episode.subgoals), default=0)
+
+    def _note_written(self, interrupt: bool = False) -> None:
+        """Take over the subgoals that the plan has written since the last look."""
+        if self._call is None:
+            return
+        known = self._newest()
+        for sequence, text in sorted(self._call[0].subgoals.items()):
+            if sequence > known:
+                self._add(Subgoal(sequence, text, 'planner', self.episode.steps, interrupt))
+
+    def _add(self, item: Subgoal) -> None:
+        for old in self.episode.subgoals:
+            if old.outcome == 'open':
+                old.outcome, old.ended = 'superseded', self.episode.steps
+        self.episode.subgoals.append(item)
+
+    def _plan_ended(self) -> None:
+        if self._call is not None and self._call[0].result is not None:
+            call, made = self._call
+            made.take(call.result)
+            self._call = None
+
+    # -- steps --------------------------------------------------------------------------------
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing is left to do, or no step to do it in."""
+        items = self.episode.subgoals
+        waits = self._call is not None or (bool(items) and items[-1].outcome == 'open')
+        return self.episode.steps >= self._limit or not waits
+
+    def run_until(self, reached: Callable[[], bool] = lambda: False) -> None:
+        """Step until ``reached`` or finished."""
+        while not self.finished and not reached():
+            self.step()
+
+    def step(self, slip: bool = False) -> None:
+        """Have the policy act once, and the planner on what came of it."""
+        reply = self.conductor.executor_step(self._stamp_ns)
+        if reply.ticked:
+            self._ticked()
+        seen = self.states[-1]
+        self._robot_step([float(p) for p in reply.positions], slip)
+        self._judge(int(reply.subgoal_done), seen)
+
+    def ticked_by_fork(self) -> None:
+        """Count the committed branch of a fork, whose chunk is played like a tick's."""
+        self._ticked()
+
+    def _ticked(self) -> None:
+        self.episode.ticks += 1
+        self._tick_steps.append(self.episode.steps)
+        for item in self.episode.subgoals:
+            if item.latched is None and item.outcome == 'open':
+                item.latched = self.episode.steps
+
+    def _judge(self, done: int, seen: WorldState) -> None:
+        """Take the policy's word that a subgoal is done, or end one that takes too long."""
+        if not self.episode.subgoals:
+            return
+        item = self.episode.subgoals[-1]
+        if item.outcome != 'open':
+            return
+        late = self.episode.steps - item.written >= self.brain.subgoal_limit
+        if done == item.sequence:
+            item.outcome, item.holds = 'done', goal_reached(parse_task(item.text)[0], seen)
+        elif late:
+            item.outcome = 'timed out'
+            if item.writer == 'planner':
+                self.planner.tell(item.sequence, SubgoalOutcome.TIMED_OUT,
+                                  f'{self.brain.subgoal_limit} steps were not enough')
+        else:
+            return
+        item.ended = self.episode.steps
+        if self._call is not None:
+            self.planner.settle(self._call[0], item.sequence)
+            self._note_written()
+            self._plan_ended()
+
+    def _robot_step(self, command: Sequence[float], slip: bool = False) -> None:
+        reply = self.conductor.robot(
+            'step', steps=1, command_stamp=to_stamp(self._stamp_ns), slip=slip).reply
+        self._observe(to_ns(reply.stamp))
+        self.episode.steps += 1
+        if slip:
+            self.world.slip()
+        self.world.step(np.asarray(command))
+        self._commands.append(list(command))
+        measured = np.asarray(self._observation.joints.position)
+        if not np.array_equal(measured, self.world.joints):
+            self.world.displace(measured)
+            self.note('the drawn arm follows the measured joints')
+        self.states.append(self.world.snapshot())
+        self.terminal.progress(self.episode.steps, self._limit, self.episode.task, self._panel)
 
     def _observe(self, stamp_ns: int) -> None:
         self._stamp_ns = stamp_ns
         self._observation = self.conductor.observation(stamp_ns)
 
-    def _policy_step(self, stamp_ns: int) -> list[float]:
-        reply = self.conductor.executor_step(stamp_ns)
-        self._episode.ticks += int(reply.ticked)
-        return [float(p) for p in reply.positions]
+    def _panel(self) -> list[str]:
+        episode = self.episode
+        seconds = max(1e-9, self.terminal.seconds - episode.began_s)
+        epoch = episode.epochs[-1] if episode.epochs else 0
+        lines = [text for _, text in episode.marks[-4:]]
+        lines += ['', *view.subgoal_lines(episode.subgoals[-6:]), '']
+        lines.append(f'tick {episode.ticks}, epoch {epoch}, {episode.steps * 0.02:.2f} s of the '
+                     f"robot's time at {episode.steps * 0.02 / seconds:.1f}x")
+        return view.beside(view.half_blocks(self.world.render('top', 2 * view.COLUMNS)), lines)
 
-    def _robot_step(self, command: Sequence[float]) -> None:
-        wait = to_stamp(self._stamp_ns) if len(command) else to_stamp(0)
-        reply = self.conductor.robot('step', steps=1, command_stamp=wait).reply
-        self._observe(to_ns(reply.stamp))
-        self._solved = bool(reply.solved)
-        self._episode.steps += 1
-        if len(command):
-            self._world.step(np.asarray(command))
-        measured = np.asarray(self._observation.joints.position)
-        if not np.array_equal(measured, self._world.joints):
-            self._follow_measured(measured)
-        self._states.append(self._world.snapshot())
-        self.terminal.progress(self._episode.steps, self._total, self._episode.task)
+    def note(self, text: str) -> None:
+        """Add a remark to the episode, once."""
+        if text not in self.episode.note:
+            self.episode.note += f'{"; " if self.episode.note else ""}{text}'
 
-    def _follow_measured(self, measured: np.ndarray) -> None:
-        """Put the arm of the drawing where the robot says it is."""
-        self._world.displace(measured)
-        if 'drawn arm' not in self._episode.note:
-            self._episode.note = 'the drawn arm follows the measured joints'
+    # -- what was heard -----------------------------------------------------------------------
 
-    def _run_policy(self, steps: int) -> Segment:
-        """Run live steps and return what was seen and answered."""
-        before = (len(self.conductor.heard.chunks), len(self.conductor.heard.inputs))
-        ticks = self._episode.ticks
-        seen = []
-        for _ in range(steps):
-            seen.append(self._observation)
-            command = self._policy_step(self._stamp_ns)
-            self._robot_step(command)
-        return self._segment(seen, before, self._episode.ticks - ticks)
+    def _heard(self) -> tuple[list[ActionChunk], list[TickInput]]:
+        """Return the episode's chunks and tick inputs, once all are there."""
+        heard, ticks = self.conductor.heard, len(self._tick_steps)
+        first_chunk, first_input = self._heard_before
+        self.conductor.wait(
+            lambda: len(heard.chunks) - first_chunk >= ticks
+            and len(heard.inputs) - first_input >= ticks,
+            5.0, f'{ticks} chunks on ~/chunk and ~/tick_input')
+        return heard.chunks[first_chunk:], heard.inputs[first_input:]
 
-    def _show_again(self, observations: Sequence[Observation]) -> Segment:
-        """Show recorded observations to the executor while the robot stands still."""
-        before = (len(self.conductor.heard.chunks), len(self.conductor.heard.inputs))
-        ticks = self._episode.ticks
-        for index, observation in enumerate(observations, start=1):
-            # Later than what the robot has sent, earlier than what it will send.
-            stamp_ns = self._stamp_ns + index
-            self.conductor.show(observation, stamp_ns)
-            self._policy_step(stamp_ns)
-        return self._segment(list(observations), before, self._episode.ticks - ticks)
+    def _find_latches(self) -> None:
+        """Say of each subgoal which tick's chunk was the first to carry its sequence."""
+        chunks, _ = self._heard()
+        first: dict[int, int] = {}
+        for chunk, step in zip(chunks, self._tick_steps, strict=True):
+            first.setdefault(int(chunk.subgoal_sequence), step)
+        for item in self.episode.subgoals:
+            item.latched = first.get(item.sequence)
 
-    def _segment(self, seen: list[Observation], before: tuple[int, int], ticks: int) -> Segment:
-        heard = self.conductor.heard
-        first_chunk, first_input = before
+    def digests(self) -> dict[str, tuple[int, str]]:
+        """Return count and digest of all that went in and came out of this episode, by name."""
+        self._find_latches()
+        chunks, inputs = self._heard()
+        plans = [(i.text, i.written, i.latched, i.ended, i.outcome) for i in self.episode.subgoals]
+        commands = np.asarray(self._commands, dtype=np.float64)
+        states = np.stack([state.to_vector() for state in self.states])
+        return {
+            'subgoals: text, written, latched, ended': (len(plans), _digest(repr(plans).encode())),
+            'observations of the ticks': (len(inputs),
+                                          _digest(repr(input_digests(inputs)).encode())),
+            'actions of the ticks': (len(chunks), chunk_digest(chunks)),
+            'commands': (len(commands), _digest(commands.tobytes())),
+            'states of the world': (len(states), _digest(states.tobytes())),
+        }
 
-        def all_there() -> bool:
-            return (
-                len(heard.chunks) - first_chunk >= ticks
-                and len(heard.inputs) - first_input >= ticks
-            )
+    def compare(self, first: str, before: dict[str, tuple[int, str]]) -> None:
+        """Compare the present episode with an earlier one."""
+        now = self.digests()
+        found = Comparison(first, self.episode.title)
+        for name, (count, digest) in before.items():
+            found.rows.append((name, count, digest, now[name][1]))
+        self.run.comparisons.append(found)
+        if found.equal:
+            self.note(f'bit for bit as {first}')
+            return
+        wrong = ', '.join(name for name, _, one, two in found.rows if one != two)
+        self.note(f'NOT as {first}: {wrong}')
+        self.run.failures.append(f'{self.episode.title} differs from {first} in {wrong}')
 
-        self.conductor.wait(all_there, 5.0, f'{ticks} chunks on ~/chunk and ~/tick_input')
-        return Segment(seen, heard.chunks[first_chunk:], heard.inputs[first_input:])
-
-    # -- stories ------------------------------------------------------------------------------
-
-    def _rollback_story(self, capsule: str) -> None:
-        """Snapshot, go on, roll back, go on otherwise, roll back and show the same again."""
-        self._verb('snapshot', capsule, id=capsule, label='mid-episode', tier='gpu', pin=False)
-        self._run_policy(8)
-        first = self._verb('rollback', capsule, to=capsule).reply.epoch
-        live = self._run_policy(17)
-        second = self._verb('rollback', capsule, to=capsule).reply.epoch
-        again = self._show_again(live.observations)
-        self._episode.epochs += [first, second]
-        proof = ReplayProof(
-            capsule=capsule,
-            ticks=len(live.chunks),
-            first_epoch=live.chunks[0].epoch if live.chunks else first,
-            second_epoch=again.chunks[0].epoch if again.chunks else second,
-            first_digest=chunk_digest(live.chunks),
-            second_digest=chunk_digest(again.chunks),
-            inputs_equal=input_digests(live.inputs) == input_digests(again.inputs),
-        )
-        self.run.proofs.append(proof)
-        outcome = 'bit for bit' if proof.equal else 'NOT equal'
-        self._episode.note = f'rollback to {capsule}: {proof.ticks} ticks replayed {outcome}'
-        if not proof.equal:
-            self.run.failures.append(
-                f'{capsule}: the replay after the rollback differs '
-                f'(inputs equal: {proof.inputs_equal})'
-            )
-
-    def _fork_story(self, capsule: str) -> None:
-        """Look at four seeds on the present observation; commit none."""
-        self._verb('snapshot', capsule, id=capsule, label='before the fork', tier='gpu', pin=True)
-        seeds = [11, 12, 13, 14]
-        answer = self._verb(
-            'fork', capsule, capsule_id=capsule, n=len(seeds), seeds=seeds, commit_branch=-1
-        )
-        reply = answer.reply
-        chunks = [chunk_array(chunk) for chunk in reply.chunks]
-        result = ForkResult(
-            capsule=capsule,
-            seeds=seeds,
-            scores=[float(score) for score in reply.scores],
-            spread=float(reply.spread),
-            selected=int(reply.selected),
-            distinct=spread_of(chunks),
-            chunks=[chunk.tolist() for chunk in chunks],
-            joint_names=list(reply.chunks[0].joint_names) if reply.chunks else [],
-        )
-        self.run.forks.append(result)
-        self._episode.note = (
-            f'fork of {len(seeds)}: {result.distinct} different chunks, spread {result.spread:.3f}'
-        )
-
-    def _verb(self, verb: str, capsule: str, **fields: object) -> Answer:
+    def verb(self, verb: str, capsule: str, **fields: object) -> Answer:
+        """Call a capsule verb of the executor and note what it took."""
         answer = self.conductor.executor(verb, **fields)
         reply = answer.reply
         status = self.conductor.heard.status
         info = getattr(reply, 'info', None)
         epoch = int(getattr(reply, 'epoch', status.epoch if status is not None else 0))
-        self.run.verbs.append(
-            VerbCall(
-                verb=verb,
-                capsule=capsule or 'c0',
-                episode=len(self.run.episodes),
-                epoch=epoch,
-                at_s=self.terminal.seconds,
-                round_trip_us=answer.round_trip_us,
-                service_us=float(reply.duration_us),
-                restore_us=float(getattr(reply, 'restore_us', 0.0)),
-                bytes=int(info.size_bytes) if info is not None else 0,
-            )
-        )
+        if hasattr(reply, 'epoch'):
+            self.episode.epochs.append(epoch)
+        if verb != 'reset':
+            self.episode.marks.append((self.episode.steps, verb))
+        self.run.verbs.append(VerbCall(
+            verb=verb, capsule=capsule or 'c0', episode=len(self.run.episodes), epoch=epoch,
+            at_s=self.terminal.seconds, round_trip_us=answer.round_trip_us,
+            service_us=float(reply.duration_us),
+            restore_us=float(getattr(reply, 'restore_us', 0.0)),
+            bytes=int(info.size_bytes) if info is not None else 0))
         return answer
 
-    def list_capsules(self) -> None:
-        """Note what the executor holds."""
-        reply = self.conductor.executor('list_capsules').reply
-        self.run.capsules = [
-            Capsule(
-                id=c.id,
-                label=c.label,
-                tier=c.tier,
-                parent=c.parent,
-                position=int(c.position),
-                bytes=int(c.size_bytes),
-                pinned=bool(c.pinned),
-            )
-            for c in reply.capsules
-        ]
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()

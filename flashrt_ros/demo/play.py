@@ -16,10 +16,13 @@ import time
 from flashrt_core.errors import ConfigError
 from flashrt_ros.conductor import Conductor
 from flashrt_ros.config_files import config_path
+from flashrt_ros.demo.brain import Brain
+from flashrt_ros.demo.brain import find_brain
 from flashrt_ros.demo.lockstep import LockStep
-from flashrt_ros.demo.realtime import real_time_episode
+from flashrt_ros.demo.realtime import RealTimeEpisode
 from flashrt_ros.demo.record import Run
 from flashrt_ros.demo.report import write_report
+from flashrt_ros.demo.story import Story
 from flashrt_ros.demo.terminal import Terminal
 from flashrt_ros.msg import ExecutorStatus
 from flashrt_ros.processes import ProcessError
@@ -29,7 +32,8 @@ from flashrt_ros.qos import use_large_message_profile
 NAMESPACE = 'demo'
 VIEWS = ('top', 'wrist')
 START_TIMEOUT_S = 120.0
-STORIES = ('rollback', 'fork', '')
+REAL_TIME_SEED = 2
+EXPERT_SEED = 5
 PACKAGES = ('torch', 'numpy', 'opencv-python-headless', 'safetensors', 'matplotlib')
 
 
@@ -42,15 +46,20 @@ class DomainCrowded(ProcessError):
 def parser() -> argparse.ArgumentParser:
     """Command line of the demo."""
     p = argparse.ArgumentParser(prog='demo', description=__doc__)
-    p.add_argument('--episodes', type=int, default=3, help='policy episodes in lock-step')
-    p.add_argument('--steps', type=int, default=0, help='steps of each; 0: 120, quick 60')
+    p.add_argument('--episodes', type=int, default=3,
+                   help='in lock-step: interrupt, the same again, retry, other tables')
+    p.add_argument('--steps', type=int, default=0,
+                   help='that each may take; 0: 400, untrained 120, quick 60')
     p.add_argument('--quick', action='store_true', help='shorter episodes, short real time')
     p.add_argument('--no-realtime', action='store_true', help='leave out the real-time episode')
     p.add_argument('--seconds', type=float, default=0.0, help='real time; 0: 8 s, quick 3 s')
     p.add_argument('--out', type=Path, default=Path('out/demo'), help='folder of report and logs')
     p.add_argument('--domain-id', type=int, default=None, help='default: a free one')
     p.add_argument('--device', default='auto', choices=('auto', 'cpu', 'cuda'))
-    p.add_argument('--policy-config', default='tiny', help='named size of the policy')
+    p.add_argument('--policy-config', default='',
+                   help='name or file; else the trained policy, or an untrained one')
+    p.add_argument('--planner-config', default='',
+                   help='name or file; else the trained planner, or an untrained one')
     return p
 
 
@@ -64,6 +73,7 @@ def play(argv: Sequence[str], terminal: Terminal) -> int:
         raise ConfigError(f'unknown argument {ros_args[0]!r}; --help lists those there are')
     if args.episodes < 1:
         raise ConfigError(f'--episodes is {args.episodes}; give at least 1')
+    brain = find_brain(args.policy_config, args.planner_config)
     out: Path = args.out
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -75,20 +85,23 @@ def play(argv: Sequence[str], terminal: Terminal) -> int:
     run = Run(
         started=datetime.datetime.now().astimezone().isoformat(sep=' ', timespec='seconds'),
         command=shlex.join(['python', '-m', 'flashrt_ros.demo', *argv]),
+        policy=brain.policy_name,
+        planner=brain.planner_name,
+        untrained=brain.untrained,
         quick=args.quick,
         machine=machine(),
         versions=versions(),
     )
     use_large_message_profile()
     terminal.title('flashrt_ros demo: a robot whose mind is reset by restoring a capsule')
-    terminal.note(
-        'The policy is untrained (random weights): its arm wanders. The scripted expert solves '
-        'the task.'
-    )
+    if brain.untrained:
+        terminal.note(
+            f'Untrained, with random weights: {brain.untrained}. The arm wanders, plans are '
+            'random; the scripted expert solves a task.')
     try:
-        _lock_step(args, run, terminal)
+        _lock_step(args, brain, run, terminal)
         if not args.no_realtime:
-            _real_time(args, run, terminal)
+            _real_time(args, brain, run, terminal)
     except BaseException as error:
         run.failures.append(f'the run ended early: {type(error).__name__}: {error}')
         raise
@@ -107,27 +120,35 @@ def play(argv: Sequence[str], terminal: Terminal) -> int:
 
 
 def _start(
-    group: ProcessGroup, args: argparse.Namespace, terminal: Terminal, *, lock_step: bool
+    group: ProcessGroup, args: argparse.Namespace, brain: Brain, terminal: Terminal, *,
+    lock_step: bool,
 ) -> Conductor:
-    """Start both nodes and give a conductor once the executor is active."""
+    """Start the robot and, in one process, executor and planner; give a conductor once active."""
     terminal.stage(f'Start on ROS domain {group.domain_id}')
     files = [config_path('demo.yaml')]
-    robot: dict[str, object] = {}
-    brain: dict[str, object] = {'device': args.device, 'policy_config': args.policy_config}
+    robot: dict[str, object] = {'image_size_px': brain.image_size_px}
+    executor = {'device': args.device, **brain.executor()}
+    planner = {'device': args.device, **brain.planner()}
     if lock_step:
         # Nothing repeats an observation in lock-step, so none may be lost.
         for stream in ('joint_states', *(f'images/{view}' for view in VIEWS)):
-            brain[f'qos_overrides./{NAMESPACE}/{stream}.subscription.reliability'] = 'reliable'
+            executor[f'qos_overrides./{NAMESPACE}/{stream}.subscription.reliability'] = 'reliable'
     else:
-        robot = {'lock_step': False, 'publish_clock': False}
-        brain.update(lock_step=False, use_sim_time=False)
+        robot |= {'lock_step': False, 'publish_clock': False}
+        executor |= {'lock_step': False, 'use_sim_time': False}
+        planner |= {'use_sim_time': False}
+    # In one process a parameter goes to the node whose name stands before it.
+    both = {f'{node}:{name}': value for node, given in (('executor', executor),
+                                                        ('planner', planner))
+            for name, value in given.items()}
     group.start('tabletop', namespace=NAMESPACE, params_files=files, params=robot)
-    group.start('executor', namespace=NAMESPACE, params_files=files, params=brain)
+    group.start('bringup', namespace=NAMESPACE, params_files=files, params=both)
     conductor = Conductor(
         group,
         namespace=NAMESPACE,
         views=VIEWS if lock_step else VIEWS[:1],
         reliable=lock_step,
+        planner_name='planner',
     )
     try:
         conductor.wait_for_services(START_TIMEOUT_S)
@@ -148,32 +169,32 @@ def _start(
     return conductor
 
 
-def _lock_step(args: argparse.Namespace, run: Run, terminal: Terminal) -> None:
-    steps = args.steps or (60 if args.quick else 120)
+def _lock_step(args: argparse.Namespace, brain: Brain, run: Run, terminal: Terminal) -> None:
     with ProcessGroup(args.out / 'log', domain_id=args.domain_id) as group:
         run.domain_id = group.domain_id
         began = time.monotonic()
-        with _start(group, args, terminal, lock_step=True) as conductor:
-            run.startup['robot and executor'] = time.monotonic() - began
+        with _start(group, args, brain, terminal, lock_step=True) as conductor:
+            run.startup['robot, executor and planner'] = time.monotonic() - began
             status = conductor.heard.status
-            if status is not None:
-                run.policy, run.device = f'{status.policy} {args.policy_config}', status.device
-            terminal.done(f'{run.policy} on {run.device}, robot and executor in own processes')
-            stage = LockStep(conductor, run, terminal)
-            for number in range(1, args.episodes + 1):
-                stage.policy_episode(number, steps, story=STORIES[(number - 1) % len(STORIES)])
-            stage.expert_episode(seed=5)
-            stage.list_capsules()
+            run.device = status.device if status is not None else ''
+            terminal.done(f'{run.policy} and {run.planner} on {run.device}, in one process; '
+                          'the robot in another')
+            stage = LockStep(conductor, brain, run, terminal,
+                             args.steps or brain.steps(args.quick))
+            story = Story(stage)
+            story.play(args.episodes)
+            stage.expert_episode(EXPERT_SEED)
+            story.list_capsules()
             run.processes = group.describe()
         _check_exits(group, run)
 
 
-def _real_time(args: argparse.Namespace, run: Run, terminal: Terminal) -> None:
+def _real_time(args: argparse.Namespace, brain: Brain, run: Run, terminal: Terminal) -> None:
     seconds = args.seconds or (3.0 if args.quick else 8.0)
     with ProcessGroup(args.out / 'log' / 'realtime', domain_id=args.domain_id) as group:
-        with _start(group, args, terminal, lock_step=False) as conductor:
+        with _start(group, args, brain, terminal, lock_step=False) as conductor:
             terminal.done('real time')
-            real_time_episode(conductor, run, terminal, seed=args.episodes + 1, seconds=seconds)
+            RealTimeEpisode(conductor, run, terminal, seconds).play(REAL_TIME_SEED)
         _check_exits(group, run)
 
 

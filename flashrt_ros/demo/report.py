@@ -7,7 +7,9 @@ from collections.abc import Iterable
 import html
 from pathlib import Path
 
+from flashrt_core.tabletop import CONTROL_PERIOD_S
 from flashrt_ros.demo import plots
+from flashrt_ros.demo import timeline
 from flashrt_ros.demo.record import Episode
 from flashrt_ros.demo.record import percentile
 from flashrt_ros.demo.record import Run
@@ -25,12 +27,10 @@ def render(run: Run) -> str:
     sections = [
         _head(run),
         _cards(run),
-        '<h2>Episodes and epochs</h2><p>Each reset, restore or rollback begins a new epoch; '
-        'a result in flight from an older one is dropped. All rows have the same scale.</p>'
-        + plots.timeline_svg(run),
-        _strips(run.episodes),
-        _proofs(run),
-        _forks(run),
+        _episodes(run),
+        _comparisons(run),
+        _rollbacks(run),
+        _plans(run),
         _verbs(run),
         _capsules(run),
         _real_time(run),
@@ -66,17 +66,19 @@ def _table(header: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
 def _head(run: Run) -> str:
     parts = [
         '<h1>flashrt_ros demo</h1>',
-        f'<div class="sub">{html.escape(run.started)} &middot; {html.escape(run.policy)} on '
-        f'{html.escape(run.device)} &middot; {run.seconds:.1f} s &middot; ROS domain '
-        f'{run.domain_id}</div>',
+        f'<div class="sub">{html.escape(run.started)} &middot; {html.escape(run.policy)} and '
+        f'{html.escape(run.planner)} on {html.escape(run.device)} &middot; {run.seconds:.1f} s '
+        f'&middot; ROS domain {run.domain_id}</div>',
     ]
-    if not run.trained:
+    if run.untrained:
         parts.append(
-            '<div class="note"><b>The policy is untrained</b>: random weights, so its arm wanders '
-            'and solves nothing. What is shown is the runtime: every episode begins by restoring '
-            'a capsule, and a rollback repeats itself bit for bit. The scripted expert drives the '
-            'same robot through the same topic and solves the task.</div>'
-        )
+            f'<div class="note"><b>Untrained, with random weights: {run.untrained}.</b> The arm '
+            'wanders and plans are random. What is shown is the runtime: every episode begins by '
+            'restoring a capsule, and the same episode repeats itself bit for bit. The scripted '
+            'expert drives the same robot through the same topic and solves its task.</div>')
+    parts.append(
+        '<p>The scene that the planner reads, and what is called solved, held or slipped, come '
+        'from the simulator: an oracle. The policy sees pictures and joints alone.</p>')
     for failure in run.failures:
         parts.append(f'<div class="note bad">{html.escape(failure)}</div>')
     return ''.join(parts)
@@ -92,101 +94,120 @@ def _cards(run: Run) -> str:
     resets = [c.restore_us for c in run.verbs if c.verb == 'reset' and c.restore_us > 0]
     if resets:
         cards.append(_card(f'{percentile(resets, 50):.0f} µs', 'restore of an episode reset, p50'))
-    if run.proofs:
-        equal = sum(p.equal for p in run.proofs)
-        kind = 'good' if equal == len(run.proofs) else 'poor'
-        cards.append(
-            _card(f'{equal} of {len(run.proofs)}', 'rollbacks replayed bit for bit', kind)
-        )
-    if run.forks:
-        fork = run.forks[-1]
-        cards.append(_card(f'{fork.distinct} of {len(fork.seeds)}', 'fork branches that differ'))
-    expert = [e for e in run.episodes if e.driver == 'expert']
-    if expert:
-        solved = sum(e.solved for e in expert)
-        kind = 'good' if solved == len(expert) else 'poor'
-        cards.append(_card(f'{solved} of {len(expert)}', 'tasks solved by the expert', kind))
+    proofs = [*run.comparisons, *run.proofs]
+    if proofs:
+        equal = sum(p.equal for p in proofs)
+        kind = 'good' if equal == len(proofs) else 'poor'
+        cards.append(_card(f'{equal} of {len(proofs)}', 'repetitions bit for bit', kind))
+    stepped = [e for e in run.episodes if e.driver == 'policy' and not _is_real_time(e)]
+    if stepped:
+        solved = sum(e.solved for e in stepped)
+        kind = 'good' if solved == len(stepped) else 'poor'
+        cards.append(_card(f'{solved} of {len(stepped)}', 'tasks solved by the policy', kind))
+        steps = sum(e.steps for e in stepped)
+        wall = sum(e.ended_s - e.began_s for e in stepped)
+        cards.append(_card(f'{steps * CONTROL_PERIOD_S / wall:.1f}x',
+                           'real-time factor in lock-step'))
+    firsts = [p.ttft_us / 1e3 for p in run.plans if p.ttft_us]
+    if firsts:
+        cards.append(_card(f'{percentile(firsts, 50):.1f} ms', 'restore to first token, p50'))
     if run.real_time and run.real_time.arrival_gap_ms:
         late = [abs(g - run.real_time.period_ms) for g in run.real_time.arrival_gap_ms]
         cards.append(_card(f'{percentile(late, 99):.2f} ms', 'jitter of commands, p99'))
-    if run.real_time and run.real_time.latency_ms:
-        value = percentile(run.real_time.latency_ms, 50)
-        cards.append(_card(f'{value:.1f} ms', 'image stamp to chunk, p50'))
+    if run.real_time and run.real_time.interrupts:
+        value = percentile([i.to_command_ms for i in run.real_time.interrupts], 50)
+        cards.append(_card(f'{value:.0f} ms', 'interrupt to first command, p50'))
     return f'<div class="cards">{"".join(cards)}</div>'
 
 
-def _strips(episodes: list[Episode]) -> str:
+def _is_real_time(episode: Episode) -> bool:
+    return episode.driver == 'policy' and episode.title.startswith('Real time')
+
+
+def _episodes(run: Run) -> str:
     figures = []
-    for episode in episodes:
+    for episode in run.episodes:
+        live = _is_real_time(episode)
         tags = f'<span class="tag {episode.driver}">{episode.driver}</span>'
-        if episode.solved:
-            tags += '<span class="tag good">solved</span>'
-        detail = f'seed {episode.seed}, {episode.steps} steps'
+        if not live:
+            word, kind = ('solved', ' good') if episode.solved else ('not solved', '')
+            tags += f'<span class="tag{kind}">{word}</span>'
+        detail = f'seed {episode.seed}, {episode.steps} {"commands" if live else "steps"}'
         if episode.ticks:
             detail += f', {episode.ticks} ticks'
+        if not live:
+            detail += f', {episode.real_time_factor:.1f}x real time with all plans and verbs'
         if episode.epochs:
             detail += f', epochs {", ".join(map(str, episode.epochs))}'
+        length = run.real_time.seconds if live and run.real_time else float(episode.steps)
+        lines = timeline.subgoal_svg(episode, length, 's' if live else 'steps')
         picture = _img(episode.strip_png, episode.title) if episode.strip_png else ''
         note = f' &middot; {html.escape(episode.note)}' if episode.note else ''
         figures.append(
             f'<figure><figcaption><b>{html.escape(episode.title)}</b>'
             f'&ldquo;{html.escape(episode.task)}&rdquo;{tags}<br><span class="sub">'
-            f'{html.escape(detail)}{note}</span></figcaption>{picture}</figure>'
+            f'{html.escape(detail)}{note}</span></figcaption>{picture}{lines}</figure>'
         )
-    return ''.join(figures)
-
-
-def _proofs(run: Run) -> str:
-    if not run.proofs:
-        return ''
-    rows = [
-        (
-            p.capsule,
-            p.ticks,
-            f'{p.first_epoch} → {p.second_epoch}',
-            'equal' if p.inputs_equal else 'DIFFER',
-            p.first_digest[:16],
-            p.second_digest[:16],
-            'bit for bit' if p.equal else 'NO',
-        )
-        for p in run.proofs
-    ]
-    header = (
-        'capsule',
-        '>ticks',
-        'epoch',
-        'observations',
-        'chunks, first',
-        'chunks, again',
-        'equal',
-    )
     return (
-        '<h2>Rollback, and the same again</h2><p>From a capsule taken in mid-episode the policy '
-        'ticks on a few observations; a rollback brings the state back, the same observations are '
-        'shown once more. The digests cover every bit of every action.</p>' + _table(header, rows)
-    )
+        '<h2>Episodes</h2><p>Film strips run from the first to the last step. Below each: every '
+        'subgoal from where it was written into the slot, by the planner or as an interrupt '
+        '(red), to the tick that latched it, to its end.</p>'
+        + timeline.legend() + ''.join(figures))
 
 
-def _forks(run: Run) -> str:
-    if not run.forks:
+def _comparisons(run: Run) -> str:
+    if not run.comparisons:
         return ''
     parts = [
-        '<h2>Fork</h2><p>Branches of one boundary on one observation, each with its own seed; the '
-        'medoid is selected. On a robot this means: look at several futures, commit one.</p>'
-    ]
-    for fork in run.forks:
-        rows = [
-            (i, seed, f'{score:.4f}', 'selected' if i == fork.selected else '')
-            for i, (seed, score) in enumerate(zip(fork.seeds, fork.scores, strict=False))
-        ]
-        parts.append(_table(('branch', '>seed', '>score', ''), rows))
-        if fork.chunks and fork.joint_names:
-            picture = _img(plots.fork_png(fork), 'joint targets of each branch')
-            parts.append(
-                f'<figure>{picture}<figcaption class="sub">joint targets of each branch, '
-                f'spread {fork.spread:.4f}</figcaption></figure>'
-            )
+        '<h2>Reset by a capsule, and the same again</h2><p>The mind is put back by restoring C0, '
+        'the world by its seed, then the same is asked at the same steps. The digests cover every '
+        'bit of all that went in and came out.</p>']
+    for found in run.comparisons:
+        parts.append(_table(
+            (f'{found.first} / {found.again}', '>count', 'first', 'again', 'equal'),
+            [(what, count, before[:16], after[:16], 'bit for bit' if before == after else 'NO')
+             for what, count, before, after in found.rows]))
     return ''.join(parts)
+
+
+def _rollbacks(run: Run) -> str:
+    if not run.proofs:
+        return ''
+    rows = [(p.capsule, p.candidates, f'{p.first_epoch}, {p.second_epoch}', p.first_digest[:16],
+             p.second_digest[:16], 'bit for bit' if p.equal else 'NO') for p in run.proofs]
+    parts = [
+        '<h2>A failed grasp: rollback, best of N, try again</h2><p>The mind goes back to a '
+        'capsule taken before the grasp; the world stays as the slip has left it. Candidates '
+        'of one observation, each with its own noise; the medoid is played. Rolled back '
+        'twice on the same observation they are the same bits.</p>'
+        + _table(('capsule', '>candidates', 'epochs', 'first', 'again', 'equal'), rows)]
+    for fork in run.forks:
+        parts.append(_table(
+            ('candidate', '>score', ''),
+            [(i, f'{score:.4f}', 'played' if i == fork.selected else '')
+             for i, score in enumerate(fork.scores)]))
+        if fork.chunks and fork.joint_names:
+            picture = _img(plots.fork_png(fork), 'joint targets of each candidate')
+            parts.append(
+                f'<figure>{picture}<figcaption class="sub">joint targets of each candidate, '
+                f'spread {fork.spread:.4f}, {fork.distinct} different</figcaption></figure>')
+    return ''.join(parts)
+
+
+def _plans(run: Run) -> str:
+    if not run.plans:
+        return ''
+    rows = [
+        (run.episodes[p.episode - 1].title, p.instruction, '; '.join(p.subgoals) or '–', p.code,
+         p.prompt_tokens, p.tokens, f'{p.restore_us / 1e3:.2f}', f'{p.append_us / 1e3:.1f}',
+         f'{p.ttft_us / 1e3:.1f}', f'{p.tokens_per_s:.0f}' if p.decode_us else '–')
+        for p in run.plans]
+    header = ('episode', 'instruction', 'plan', 'end', '>read', '>written', '>restore, ms',
+              '>append, ms', '>first token, ms', '>tokens/s')
+    return (
+        '<h2>Plans</h2><p>Each plan restores the pinned context, appends scene and instruction, '
+        'and decodes under the grammar. A plan that is interrupted or rolled away ends as '
+        'superseded; one of an untrained planner is random.</p>' + _table(header, rows))
 
 
 def _verbs(run: Run) -> str:
@@ -222,9 +243,13 @@ def _capsules(run: Run) -> str:
     taken = {c.capsule: c for c in run.verbs if c.verb == 'snapshot'}
     rows = []
     for c in run.capsules:
-        restored = [v.restore_us for v in run.verbs if v.capsule == c.id and v.restore_us > 0]
+        restored = [v.restore_us for v in run.verbs
+                    if v.capsule == c.id and v.restore_us > 0 and c.owner == 'executor']
+        if c.owner == 'planner':
+            restored = [p.restore_us for p in run.plans if p.capsule_hit]
         rows.append(
             (
+                c.owner,
                 c.id,
                 c.label,
                 c.tier + (', pinned' if c.pinned else ''),
@@ -236,7 +261,7 @@ def _capsules(run: Run) -> str:
                 f'{percentile(restored, 50):.0f}' if restored else '–',
             )
         )
-    header = ('capsule', 'label', 'tier', 'parent', '>tick', '>bytes', '>snapshot, µs',
+    header = ('of', 'capsule', 'label', 'tier', 'parent', '>position', '>bytes', '>snapshot, µs',
               '>restored', '>restore p50, µs')  # fmt: skip
     return '<h2>Capsules held at the end</h2>' + _table(header, rows)
 
@@ -250,7 +275,10 @@ def _real_time(run: Run) -> str:
     for name, values in (
         ('jitter of commands (arrival in another process)', late),
         ('image stamp to chunk', samples.latency_ms),
-        ('inference alone', samples.inference_ms),
+        ('subgoal written to its first chunk', samples.latch_ms),
+        ('interrupt: call to reply', [i.to_reply_ms for i in samples.interrupts]),
+        ('interrupt: call to first command of the new goal',
+         [i.to_command_ms for i in samples.interrupts]),
     ):
         if values:
             rows.append(
@@ -259,8 +287,9 @@ def _real_time(run: Run) -> str:
     counters = ', '.join(f'{k}: {v:.4g}' for k, v in samples.counters.items())
     return (
         f'<h2>Real-time episode</h2><p>{samples.seconds:.1f} s at '
-        f'{1000 / samples.period_ms:.0f} Hz, robot and executor in separate processes on a '
-        'machine that also runs this demo: figures of this machine today, no promise.</p>'
+        f'{1000 / samples.period_ms:.0f} Hz: executor and planner in one process, the robot in '
+        'another, on a machine that also runs this demo: figures of this machine today, no '
+        'promise.</p>'
         + _table(('', '>samples', '>p50, ms', '>p99, ms', '>max, ms'), rows)
         + f'<figure>{_img(plots.real_time_png(samples), "jitter and latency")}</figure>'
         + (f'<p class="sub">The executor says: {html.escape(counters)}.</p>' if counters else '')

@@ -1,13 +1,19 @@
-"""Progress in the terminal: one live line per stage on a tty, plain lines elsewhere."""
+"""Progress in the terminal: a live line and a panel per stage on a tty, plain lines elsewhere."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from collections.abc import Sequence
 import shutil
 import sys
 import time
 from typing import TextIO
 
-_CLEAR = '\r\x1b[K'
+_CLEAR = '\r\x1b[J'  # to the end of the screen, so a panel below goes too
+
+
+def _no_panel() -> Sequence[str]:
+    return ()
 
 
 class Terminal:
@@ -43,18 +49,25 @@ class Terminal:
             self._out.write(f'{_CLEAR}  {self._style("36", "...")} {name}')
             self._out.flush()
 
-    def progress(self, done: int, total: int, text: str = '') -> None:
-        """Move the bar of the stage; drawn at most 20 times a second, on a tty only."""
+    def progress(self, done: int, total: int, text: str = '',
+                 panel: Callable[[], Sequence[str]] = _no_panel) -> None:
+        """Move the bar of the stage; drawn at most 12 times a second, on a tty only.
+
+        :param panel: gives the lines below the bar; asked when they are drawn.
+        """
         now = time.monotonic()
-        if not self._live or (now - self._drawn < 0.05 and done < total):
+        if not self._live or (now - self._drawn < 0.08 and done < total):
             return
         self._drawn = now
         width = 24
         filled = width * done // max(1, total)
         bar = '█' * filled + '░' * (width - filled)
         body = f'  {self._style("36", "...")} {self._stage:<30} {bar} {done}/{total} {text}'
-        room = shutil.get_terminal_size().columns + 9
-        self._out.write(_CLEAR + body[:room])
+        columns, rows = shutil.get_terminal_size()
+        lines = list(panel())[: max(0, rows - 2)] if columns >= 80 else []
+        below = ''.join(f'\n{line}' for line in lines)
+        back = f'\x1b[{len(lines)}A' if lines else ''
+        self._out.write(_CLEAR + body[: columns + 9] + below + back)
         self._out.flush()
 
     def done(self, text: str = '', *, good: bool = True) -> None:

@@ -7,9 +7,17 @@ from pathlib import Path
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
+from flashrt_core.tabletop.models import trained
+from flashrt_ros.demo.record import Comparison
+from flashrt_ros.demo.record import Episode
+from flashrt_ros.demo.record import Subgoal
 from flashrt_ros.demo.terminal import Terminal
+from flashrt_ros.demo.timeline import subgoal_svg
+from flashrt_ros.demo.view import COLUMNS
+from flashrt_ros.demo.view import half_blocks
 from flashrt_ros.processes import ProcessGroup
 from flashrt_ros.ros_environment import require_ros
 from flashrt_ros.ros_environment import RosMissing
@@ -36,38 +44,45 @@ def played(tmp_path_factory):
     return out, done.stdout, json.loads((out / 'run.json').read_text())
 
 
-def test_a_two_episode_run_ends_well_and_says_that_the_policy_is_untrained(played):
+def test_a_two_episode_run_ends_well_and_names_its_models(played):
     _, text, run = played
-    assert 'untrained' in text
-    assert 'bit for bit' in text
     assert run['failures'] == []
     assert [e['driver'] for e in run['episodes']] == ['policy', 'policy', 'expert']
+    shipped = [trained(name) for name in ('policy', 'planner')]
+    assert ('Untrained' in text) == (None in shipped)
+    assert run['policy'] == f'pi0 {"trained" if shipped[0] else "untrained"}'
 
 
 def test_every_policy_episode_begins_by_restoring_c0(played):
-    run = played[2]
-    resets = [v for v in run['verbs'] if v['verb'] == 'reset']
+    resets = [v for v in played[2]['verbs'] if v['verb'] == 'reset']
     assert [v['episode'] for v in resets] == [1, 2]
     assert all(v['restore_us'] > 0 for v in resets)
 
 
-def test_the_rollback_repeats_the_same_bits_in_a_later_epoch(played):
-    (proof,) = played[2]['proofs']
-    assert proof['inputs_equal']
-    assert proof['first_digest'] == proof['second_digest']
-    assert proof['ticks'] >= 2
-    assert proof['second_epoch'] > proof['first_epoch']
+def test_the_second_episode_is_the_first_one_again_bit_for_bit(played):
+    _, text, run = played
+    (found,) = run['comparisons']
+    assert 'bit for bit' in text
+    assert all(count > 0 and first == again for _, count, first, again in found['rows'])
+    first, again = (e for e in run['episodes'] if e['driver'] == 'policy')
+    assert first['steps'] == again['steps'] > 0
+    assert again['epochs'][0] > first['epochs'][0]
 
 
-def test_epochs_only_grow(played):
-    epochs = [v['epoch'] for v in played[2]['verbs']]
-    assert epochs == sorted(epochs)
-    assert epochs[-1] > epochs[0]
+def test_every_subgoal_in_force_was_written_before_a_tick_latched_it(played):
+    for episode in played[2]['episodes'][:2]:
+        assert episode['subgoals']
+        latched = [s for s in episode['subgoals'] if s['latched'] is not None]
+        assert latched
+        assert all(s['written'] <= s['latched'] <= s['ended'] for s in latched)
 
 
-def test_fork_branches_of_different_seeds_differ(played):
-    (fork,) = played[2]['forks']
-    assert fork['distinct'] == len(fork['seeds'])
+def test_every_plan_begins_from_the_pinned_context_and_has_ended(played):
+    plans = played[2]['plans']
+    assert len(plans) >= 2
+    assert all(p['capsule_hit'] and p['code'] and p['ttft_us'] > 0 for p in plans)
+    capsules = {(c['owner'], c['id']) for c in played[2]['capsules']}
+    assert {('executor', 'c0'), ('planner', 'context')} <= capsules
 
 
 def test_the_expert_solves_its_task_through_the_same_topic(played):
@@ -89,14 +104,17 @@ def test_a_real_time_episode_leaves_jitter_and_latency(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     samples = json.loads((out / 'run.json').read_text())['real_time']
     assert len(samples['arrival_gap_ms']) > 10
-    assert samples['latency_ms']
-    assert min(samples['latency_ms']) > 0
+    assert samples['latency_ms'] and min(samples['latency_ms']) > 0
+    assert samples['interrupts']
+    assert all(i['to_command_ms'] > i['to_reply_ms'] > 0 for i in samples['interrupts'])
 
 
 def test_an_executor_that_dies_is_named_with_the_end_of_its_log(tmp_path):
-    done = _demo('--quick', '--policy-config', 'no_such_size', '--out', str(tmp_path))
+    config = tmp_path / 'policy.yaml'
+    config.write_text('policy: pi0\nbase: tiny\nweights: missing.safetensors\n')
+    done = _demo('--quick', '--policy-config', str(config), '--out', str(tmp_path))
     assert done.returncode == 2
-    assert 'no_such_size' in done.stdout
+    assert 'the end of its log' in done.stdout and 'missing.safetensors' in done.stdout
     assert 'Traceback' not in done.stderr
 
 
@@ -105,6 +123,12 @@ def test_a_wrong_argument_is_refused_before_anything_starts(tmp_path):
     assert done.returncode == 2
     assert '--episodes is 0' in done.stdout
     assert not (Path(tmp_path) / 'log').exists()
+
+
+def test_a_model_that_does_not_exist_is_refused_before_anything_starts(tmp_path):
+    done = _demo('--policy-config', 'no_such_size', '--out', str(tmp_path))
+    assert done.returncode == 2 and 'no_such_size' in done.stdout
+    assert not (tmp_path / 'log').exists()
 
 
 def test_without_ros_the_demo_says_where_to_get_it(tmp_path):
@@ -135,6 +159,46 @@ def test_the_terminal_redraws_its_line_on_a_tty():
     terminal.done()
     assert out.getvalue().count('\n') == 1
     assert '█' in out.getvalue()
+
+
+def test_the_terminal_draws_a_panel_below_the_bar_and_clears_it(monkeypatch):
+    monkeypatch.setenv('COLUMNS', '120')
+    monkeypatch.setenv('LINES', '40')
+    out = io.StringIO()
+    terminal = Terminal(out, live=True)
+    terminal.stage('Episode 1')
+    terminal.progress(1, 1, panel=lambda: ['one', 'two'])
+    assert '\none\ntwo\x1b[2A' in out.getvalue()
+    terminal.done('well')
+    assert out.getvalue().rsplit('two', 1)[1].startswith('\x1b[2A\r\x1b[J')
+
+
+def test_a_picture_becomes_half_blocks_of_its_colours():
+    image = np.zeros((72, 72, 3), np.uint8)
+    image[36:] = (200, 100, 50)
+    lines = half_blocks(image)
+    assert len(lines) == COLUMNS // 2 and all(line.count('▀') == COLUMNS for line in lines)
+    assert '200;100;50' in lines[-1] and '200' not in lines[0]
+
+
+def test_a_timeline_shows_each_subgoal_from_writing_to_latch_to_end():
+    items = [Subgoal(1, 'go <home>', 'planner', 0, latched=2, ended=5, outcome='done',
+                     holds=False),
+             Subgoal(2, 'pick it up', 'conductor', 5, interrupt=True)]
+    episode = Episode('one', 'policy', 1, 'task', steps=10, subgoals=items,
+                      marks=[(0, 'ask'), (5, 'slip')])
+    svg = subgoal_svg(episode, 10.0, 'steps')
+    assert svg.count('<circle') == 1, 'the second one was never latched'
+    assert 'go &lt;home&gt;: the policy says done, the world does not agree' in svg
+    assert 'pick it up (by the conductor)' in svg and 'slip' in svg
+    assert subgoal_svg(Episode('none', 'expert', 1, 'task'), 10.0, 'steps') == ''
+
+
+def test_a_repetition_counts_as_equal_only_with_something_to_compare():
+    assert not Comparison('a', 'b').equal
+    assert not Comparison('a', 'b', [('ticks', 0, 'x', 'x')]).equal
+    assert not Comparison('a', 'b', [('ticks', 1, 'x', 'x'), ('more', 1, 'x', 'y')]).equal
+    assert Comparison('a', 'b', [('ticks', 1, 'x', 'x')]).equal
 
 
 def test_a_domain_where_others_talk_is_refused_with_their_names(tmp_path):
