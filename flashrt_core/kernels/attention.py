@@ -29,14 +29,15 @@ FEW_WARPS, FOLD_WARPS = 4, 2
 
 
 @lazy_jit
-def attend_all(q, k, v, mask, out, rows, T, q_batch, q_token, kv_batch, kv_token,  # type: ignore[no-untyped-def]
-               out_batch, out_token, scale,
+def attend_all(q, k, v, mask, out, out_scale, rows, T,  # type: ignore[no-untyped-def]
+               q_batch, q_token, kv_batch, kv_token, out_batch, out_token, scale,
                G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
                BN: tl.constexpr, MASKED: tl.constexpr):
     """
     Attend every query row of one key head; grid (rows of a head, key heads, batch).
 
     Row i of key head h is token i // G, query head h * G + i % G. Strides are in elements.
+    With an out_scale [] out is E4M3, over the scale.
     """
     head = tl.program_id(1)
     batch = tl.program_id(2)
@@ -69,6 +70,8 @@ def attend_all(q, k, v, mask, out, rows, T, q_batch, q_token, kv_batch, kv_token
         top = higher
     to = batch * out_batch + (i // G) * out_token + lane
     total = total * (1.0 / norm)[:, None]
+    if out_scale is not None:
+        total = tl.clamp(total / tl.load(out_scale), -448.0, 448.0)
     tl.store(out + to[:, None] + d[None, :], total.to(out.dtype.element_ty), mask=inside)
 
 
@@ -135,10 +138,14 @@ def attend_split(q, prefix, mask, suffix, partial, top_out, norm_out, P, S, scal
 
 
 @lazy_jit
-def attend_fold(partial, top_in, norm_in, out, S, splits,  # type: ignore[no-untyped-def]
+def attend_fold(partial, top_in, norm_in, out, out_scale, S, splits,  # type: ignore[no-untyped-def]
                 HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
                 SPLITS: tl.constexpr, PDL: tl.constexpr):
-    """Fold the spans of ``attend_split`` into out [R, S, heads, D]; grid (S * G, R * kv_heads)."""
+    """
+    Fold the spans of ``attend_split`` into out [R, S, heads, D]; grid (S * G, R * kv_heads).
+
+    With an out_scale [] out is E4M3, over the scale.
+    """
     G: tl.constexpr = HEADS // KV_HEADS
     i = tl.program_id(0)
     batch = tl.program_id(1) // KV_HEADS
@@ -156,15 +163,19 @@ def attend_fold(partial, top_in, norm_in, out, S, splits,  # type: ignore[no-unt
     norm = tl.load(norm_in + at, mask=j < splits, other=0.0)
     weight = tl.exp2(top - tl.max(top, 0)) * norm
     total = tl.sum(part.to(tl.float32) * weight[:, None], 0) * (1.0 / tl.sum(weight, 0))
+    if out_scale is not None:
+        total = tl.clamp(total / tl.load(out_scale), -448.0, 448.0)
     to = ((batch * S + i // G) * HEADS + head * G + i % G) * D
     tl.store(out + to + d, total.to(out.dtype.element_ty))
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor) -> None:
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor,
+              scale: Tensor | None = None) -> None:
     """
     Bidirectional attention of q [B, T, Hq, D] to k and v [B, T, Hk, D] into out [B, T, Hq, D].
 
-    Heads lie one behind the other; tokens and batch may be strided. mask bool [T] or None.
+    Heads lie one behind the other; tokens and batch may be strided. mask bool [T] or None. With a
+    scale float32 [] out is E4M3, over the scale.
     """
     B, T, Hq, D = q.shape
     Hk = k.shape[2]
@@ -172,7 +183,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor)
     BD = max(16, 1 << (D - 1).bit_length())
     grid = (-(-T * G // 64), Hk, B)
     attend_all[grid](
-        q, k, v, out if mask is None else mask, out, T * G, T, q.stride(0), q.stride(1),
+        q, k, v, q if mask is None else mask, out, scale, T * G, T, q.stride(0), q.stride(1),
         k.stride(0), k.stride(1), out.stride(0), out.stride(1), D**-0.5 * LOG2E,
         G=G, D=D, BD=BD, BM=64, BN=64, MASKED=mask is not None, num_warps=4,
         num_stages=3 if BD <= 128 else 2)
@@ -202,9 +213,9 @@ class FewQueries:
             raise ValueError(f'{suffix} suffix tokens do not fit one span of {SPAN} keys')
 
     def __call__(self, q: Tensor, prefix: Tensor, mask: Tensor, suffix: Tensor,
-                 out: Tensor) -> None:
+                 out: Tensor, scale: Tensor | None = None) -> None:
         """
-        Attend q [R, S, Hq, D] into out of the same shape.
+        Attend q [R, S, Hq, D] into out of the same shape; with a scale float32 [] as E4M3.
 
         prefix [P, 2, Hk, D] and mask bool [P] are read early: an earlier graph must have written
         them. suffix [R, S, 2, Hk, D] may be the output of the kernel before.
@@ -218,7 +229,7 @@ class FewQueries:
             ALONE=self._alone, PDL=self._pdl, num_warps=FEW_WARPS, num_stages=1,
             launch_pdl=self._pdl)
         attend_fold[(lanes, R * kv_heads)](
-            self._partial, self._top, self._norm, out, S, self._splits,
+            self._partial, self._top, self._norm, out, scale, S, self._splits,
             HEADS=heads, KV_HEADS=kv_heads, D=D, SPLITS=1 << (self._splits - 1).bit_length(),
             PDL=self._pdl, num_warps=FOLD_WARPS, launch_pdl=self._pdl)
 
@@ -265,6 +276,7 @@ def _variants() -> tuple[Variant, ...]:
     split = dict.fromkeys('partial top_out norm_out'.split(), '*fp32') | {
         'q': '*bf16', 'prefix': '*bf16', 'mask': '*i1', 'suffix': '*bf16', 'P': 'i32', 'S': 'i32',
         'scale': 'fp32'}
+    quantised = {'out': '*fp8e4nv', 'out_scale': '*fp32'}
     fold = {'partial': '*fp32', 'top_in': '*fp32', 'norm_in': '*fp32', 'out': '*bf16',
             'S': 'i32', 'splits': 'i32'}
     heads = {'HEADS': 8, 'KV_HEADS': 1, 'D': 256}
@@ -275,14 +287,20 @@ def _variants() -> tuple[Variant, ...]:
         found.append(Variant(kernel, types | dict.fromkeys(values, 'constexpr'), values,
                              num_warps=warps, num_stages=stages, archs=archs))
 
-    add(attend_all, whole, 4, 3, (87, 90, 110), G=1, D=72, BD=128, BM=64, BN=64, MASKED=False)
-    add(attend_all, whole, 4, 2, (87, 90, 110), G=8, D=256, BD=256, BM=64, BN=64, MASKED=True)
+    views = {'G': 1, 'D': 72, 'BD': 128, 'BM': 64, 'BN': 64, 'MASKED': False}
+    prefix = {'G': 8, 'D': 256, 'BD': 256, 'BM': 64, 'BN': 64, 'MASKED': True}
+    add(attend_all, whole, 4, 3, (87, 90, 110), **views, out_scale=None)
+    add(attend_all, whole, 4, 2, (87, 90, 110), **prefix, out_scale=None)
+    add(attend_all, whole | quantised, 4, 3, (90, 110), **views)
+    add(attend_all, whole | quantised, 4, 2, (90, 110), **prefix)
+    add(attend_fold, fold | quantised, FOLD_WARPS, 3, (90, 110), **heads, SPLITS=16, PDL=True)
     boards: tuple[tuple[bool, tuple[int, ...]], ...] = ((False, (87,)), (True, (90, 110)))
     for pdl, archs in boards:
         for alone in (True, False):
             add(attend_split, split, FEW_WARPS, 1, archs, **heads, BM=64, SPAN=SPAN, ALONE=alone,
                 PDL=pdl)
-        add(attend_fold, fold, FOLD_WARPS, 3, archs, **heads, SPLITS=16, PDL=pdl)
+        add(attend_fold, fold, FOLD_WARPS, 3, archs, **heads, SPLITS=16, PDL=pdl,
+            out_scale=None)
     return tuple(found)
 
 

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from flashrt_core.kernels._launch import close
 from flashrt_core.kernels._launch import draw
+from flashrt_core.kernels._triton import FP8_ARCHS
 from flashrt_core.kernels._triton import lazy_jit
 from flashrt_core.kernels._triton import triton_selected
 from flashrt_core.kernels._triton import Variant
@@ -21,12 +22,12 @@ if TYPE_CHECKING:
 
 
 @lazy_jit
-def add_norm(x, delta, weight, bias, y, eps,  # type: ignore[no-untyped-def]
+def add_norm(x, delta, weight, bias, y, scale, eps,  # type: ignore[no-untyped-def]
              N: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, LAYER: tl.constexpr):
     """
     Do x += delta if ADD, then y = norm(x): layer norm with affine, or Gemma's RMS norm.
 
-    x, delta and y [rows, N]; grid (rows,).
+    x, delta and y [rows, N]; with a scale [] y is E4M3, over the scale. Grid (rows,).
     """
     at = tl.program_id(0).to(tl.int64) * N
     n = tl.arange(0, BLOCK)
@@ -44,6 +45,8 @@ def add_norm(x, delta, weight, bias, y, eps,  # type: ignore[no-untyped-def]
         value += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)
     else:
         value = value * tl.rsqrt(tl.sum(value * value, 0) / N + eps) * (1.0 + gain)
+    if scale is not None:
+        value = tl.clamp(value / tl.load(scale), -448.0, 448.0)
     tl.store(y + at + n, value.to(y.dtype.element_ty), mask=inside)
 
 
@@ -77,15 +80,32 @@ def rope_kv(qkv, cos, sin, q, kv,  # type: ignore[no-untyped-def]
 
 
 @lazy_jit
-def gelu_gate(gate_up, out,  # type: ignore[no-untyped-def]
+def gelu_gate(gate_up, out, scale,  # type: ignore[no-untyped-def]
               N: tl.constexpr, BLOCK: tl.constexpr):
-    """Write out [rows, N] = gelu_tanh(gate) * up of gate_up [rows, 2 * N]."""
+    """
+    Write out [rows, N] = gelu_tanh(gate) * up of gate_up [rows, 2 * N].
+
+    With a scale [] out is E4M3, over the scale.
+    """
     row = tl.program_id(1).to(tl.int64)
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(gate_up + row * 2 * N + n).to(tl.float32)
     up = tl.load(gate_up + row * 2 * N + N + n).to(tl.float32)
     u = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-    tl.store(out + row * N + n, (gate / (1.0 + tl.exp(-2.0 * u)) * up).to(out.dtype.element_ty))
+    value = gate / (1.0 + tl.exp(-2.0 * u)) * up
+    if scale is not None:
+        value = tl.clamp(value / tl.load(scale), -448.0, 448.0)
+    tl.store(out + row * N + n, value.to(out.dtype.element_ty))
+
+
+@lazy_jit
+def gelu_scale(x, out, scale, total, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Write out [total] = gelu_tanh(x) over scale [] as E4M3; grid (blocks,)."""
+    n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + n, mask=n < total, other=0.0).to(tl.float32)
+    u = 0.7978845608028654 * (value + 0.044715 * value * value * value)
+    value = tl.clamp(value / (1.0 + tl.exp(-2.0 * u)) / tl.load(scale), -448.0, 448.0)
+    tl.store(out + n, value.to(out.dtype.element_ty), mask=n < total)
 
 
 @lazy_jit
@@ -105,11 +125,12 @@ def cut_patches(images, out, GRID: tl.constexpr, PATCH: tl.constexpr,  # type: i
 
 
 def norm_rows(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, y: Tensor,
-              eps: float) -> None:
-    """Launch ``add_norm`` over x [..., N]; with a bias it is a layer norm."""
+              eps: float, scale: Tensor | None = None) -> None:
+    """Launch ``add_norm`` over x [..., N]; with a bias it is a layer norm, with a scale E4M3."""
     N = x.shape[-1]
     add_norm[(x.numel() // N,)](
-        x, x if delta is None else delta, weight, weight if bias is None else bias, y, eps, N=N,
+        x, x if delta is None else delta, weight, weight if bias is None else bias, y, scale, eps,
+        N=N,
         BLOCK=1 << (N - 1).bit_length(), ADD=delta is not None, LAYER=bias is not None,
         num_warps=4)
 
@@ -122,11 +143,16 @@ def rotate_rows(qkv: Tensor, cos: Tensor, sin: Tensor, q: Tensor, kv: Tensor) ->
                        BLOCK=1 << (heads + 2 * kv_heads - 1).bit_length(), num_warps=4)
 
 
-def gate_rows(gate_up: Tensor, out: Tensor) -> None:
-    """Launch ``gelu_gate`` over gate_up [rows, 2 * N]."""
+def gate_rows(gate_up: Tensor, out: Tensor, scale: Tensor | None = None) -> None:
+    """Launch ``gelu_gate`` over gate_up [rows, 2 * N]; with a scale float32 [] out is E4M3."""
     rows, N = out.shape
     block = 2048 if N % 2048 == 0 else N & -N
-    gelu_gate[(N // block, rows)](gate_up, out, N=N, BLOCK=block, num_warps=4)
+    gelu_gate[(N // block, rows)](gate_up, out, scale, N=N, BLOCK=block, num_warps=4)
+
+
+def gelu_rows(x: Tensor, out: Tensor, scale: Tensor) -> None:
+    """Launch ``gelu_scale``: x of any shape -> out of the same, E4M3 over scale float32 []."""
+    gelu_scale[(-(-x.numel() // 2048),)](x, out, scale, x.numel(), BLOCK=2048, num_warps=4)
 
 
 def patches(images: Tensor, patch: int, out: Tensor) -> None:
@@ -181,17 +207,28 @@ def _check(device: torch.device) -> bool:
 
 def _variants() -> tuple[Variant, ...]:
     norm = {'x': '*bf16', 'delta': '*bf16', 'weight': '*fp32', 'bias': '*fp32', 'y': '*bf16',
-            'eps': 'fp32'} | dict.fromkeys('N BLOCK ADD LAYER'.split(), 'constexpr')
+            'eps': 'fp32'} | dict.fromkeys('scale N BLOCK ADD LAYER'.split(), 'constexpr')
+    quantised = norm | {'y': '*fp8e4nv', 'scale': '*fp32'}
+    gate = {'gate_up': '*bf16', 'out': '*bf16', 'scale': 'constexpr', 'N': 'constexpr',
+            'BLOCK': 'constexpr'}
     return (
-        Variant(add_norm, norm, {'N': 1152, 'BLOCK': 2048, 'ADD': True, 'LAYER': True}),
-        Variant(add_norm, norm, {'N': 2048, 'BLOCK': 2048, 'ADD': True, 'LAYER': False}),
+        Variant(add_norm, norm,
+                {'scale': None, 'N': 1152, 'BLOCK': 2048, 'ADD': True, 'LAYER': True}),
+        Variant(add_norm, norm,
+                {'scale': None, 'N': 2048, 'BLOCK': 2048, 'ADD': True, 'LAYER': False}),
+        Variant(add_norm, quantised, {'N': 1152, 'BLOCK': 2048, 'ADD': True, 'LAYER': True},
+                archs=FP8_ARCHS),
+        Variant(add_norm, quantised, {'N': 2048, 'BLOCK': 2048, 'ADD': True, 'LAYER': False},
+                archs=FP8_ARCHS),
+        Variant(gelu_gate, gate | {'out': '*fp8e4nv', 'scale': '*fp32'},
+                {'N': 16384, 'BLOCK': 2048}, archs=FP8_ARCHS),
+        Variant(gelu_scale, {'x': '*bf16', 'out': '*fp8e4nv', 'scale': '*fp32', 'total': 'i32',
+                             'BLOCK': 'constexpr'}, {'BLOCK': 2048}, archs=FP8_ARCHS),
         Variant(rope_kv,
                 {'qkv': '*bf16', 'cos': '*fp32', 'sin': '*fp32', 'q': '*bf16', 'kv': '*bf16'}
                 | dict.fromkeys('HEADS KV_HEADS D BLOCK'.split(), 'constexpr'),
                 {'HEADS': 8, 'KV_HEADS': 1, 'D': 256, 'BLOCK': 16}),
-        Variant(gelu_gate, {'gate_up': '*bf16', 'out': '*bf16', 'N': 'constexpr',
-                            'BLOCK': 'constexpr'},
-                {'N': 16384, 'BLOCK': 2048}),
+        Variant(gelu_gate, gate, {'scale': None, 'N': 16384, 'BLOCK': 2048}),
         Variant(cut_patches, {'images': '*u8', 'out': '*bf16', 'GRID': 'constexpr',
                               'PATCH': 'constexpr', 'BLOCK': 'constexpr'},
                 {'GRID': 16, 'PATCH': 14, 'BLOCK': 1024}),

@@ -11,6 +11,8 @@ from torch.nn import functional as F
 
 from flashrt_core.nn.attention import attend
 from flashrt_core.nn.attention import attend_shared_prefix
+from flashrt_core.nn.fp8 import linear
+from flashrt_core.nn.fp8 import Weight
 from flashrt_core.nn.norms import rms_norm
 from flashrt_core.nn.rope import rotate
 
@@ -45,11 +47,11 @@ class GemmaLayer(NamedTuple):
     """Weights of one layer; qkv and gate_up hold their parts one below the other."""
 
     norm1: Tensor  # [width]
-    qkv: Tensor  # [q_dim + 2 * kv_dim, width]
-    out: Tensor  # [width, q_dim]
+    qkv: Weight  # [q_dim + 2 * kv_dim, width]
+    out: Weight  # [width, q_dim]
     norm2: Tensor  # [width]
-    gate_up: Tensor  # [2 * mlp, width]
-    down: Tensor  # [width, mlp]
+    gate_up: Weight  # [2 * mlp, width]
+    down: Weight  # [width, mlp]
 
 
 def gemma_layer(weights: Mapping[str, Tensor], prefix: str) -> GemmaLayer:
@@ -58,10 +60,10 @@ def gemma_layer(weights: Mapping[str, Tensor], prefix: str) -> GemmaLayer:
 
 
 def project_qkv(
-    x: Tensor, norm: Tensor, qkv: Tensor, cos: Tensor, sin: Tensor, dims: GemmaDims
+    x: Tensor, norm: Tensor, qkv: Weight, cos: Tensor, sin: Tensor, dims: GemmaDims
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Norm, project, rotate x [B, S, width] -> q [B, S, heads, D], k and v [B, S, kv_heads, D]."""
-    return rotate_qkv(F.linear(rms_norm(x, norm, dims.eps), qkv), cos, sin, dims)
+    return rotate_qkv(linear(rms_norm(x, norm, dims.eps), qkv), cos, sin, dims)
 
 
 def rotate_qkv(
@@ -76,21 +78,21 @@ def rotate_qkv(
 
 def finish_layer(x: Tensor, attended: Tensor, w: GemmaLayer, dims: GemmaDims) -> Tensor:
     """Add attention output and gated MLP (gelu-tanh) to the stream x [B, S, width]."""
-    x = x + F.linear(attended, w.out)
+    x = x + linear(attended, w.out)
     return x + gated_mlp(rms_norm(x, w.norm2, dims.eps), w.gate_up, w.down)
 
 
-def gated_mlp(y: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def gated_mlp(y: Tensor, gate_up: Weight, down: Weight) -> Tensor:
     """Gated MLP (gelu-tanh) of y [B, S, width]."""
-    gate, up = F.linear(y, gate_up).chunk(2, dim=-1)
-    return F.linear(F.gelu(gate, approximate='tanh') * up, down)
+    gate, up = linear(y, gate_up).chunk(2, dim=-1)
+    return linear(F.gelu(gate, approximate='tanh') * up, down)
 
 
 def project_kv(
-    x: Tensor, norm: Tensor, kv: Tensor, cos: Tensor, sin: Tensor, dims: GemmaDims
+    x: Tensor, norm: Tensor, kv: Weight, cos: Tensor, sin: Tensor, dims: GemmaDims
 ) -> tuple[Tensor, Tensor]:
     """As ``project_qkv`` for k and v [B, S, kv_heads, D] alone: all that a last layer needs."""
-    k, v = F.linear(rms_norm(x, norm, dims.eps), kv).chunk(2, dim=-1)
+    k, v = linear(rms_norm(x, norm, dims.eps), kv).chunk(2, dim=-1)
     k = rotate(k.unflatten(-1, (dims.kv_heads, dims.head_dim)), cos, sin)
     return k, v.unflatten(-1, (dims.kv_heads, dims.head_dim))
 

@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from flashrt_core.nn.attention import attend_shared_prefix
+from flashrt_core.nn.fp8 import linear
+from flashrt_core.nn.fp8 import Weight
 from flashrt_core.nn.gemma import gated_mlp
 from flashrt_core.nn.gemma import GemmaDims
 from flashrt_core.nn.gemma import rotate_qkv
@@ -22,10 +23,10 @@ from flashrt_core.nn.gemma import rotate_qkv
 class ModulatedLayer(NamedTuple):
     """Weights of one layer; qkv and gate_up hold their parts one below the other."""
 
-    qkv: Tensor  # [q_dim + 2 * kv_dim, width]
-    out: Tensor  # [width, q_dim]
-    gate_up: Tensor  # [2 * mlp, width]
-    down: Tensor  # [width, mlp]
+    qkv: Weight  # [q_dim + 2 * kv_dim, width]
+    out: Weight  # [width, q_dim]
+    gate_up: Weight  # [2 * mlp, width]
+    down: Weight  # [width, mlp]
 
 
 def modulated_layer(weights: Mapping[str, Tensor], prefix: str) -> ModulatedLayer:
@@ -62,8 +63,8 @@ def modulated_expert_layer(
     ``first`` modulates the norm before attention, ``second`` that before the MLP.
     """
     y = modulated_norm(x, first, dims.eps)
-    q, k, v = rotate_qkv(F.linear(y, w.qkv), cos, sin, dims)
+    q, k, v = rotate_qkv(linear(y, w.qkv), cos, sin, dims)
     y = attend_shared_prefix(q, k, v, kv[:, 0], kv[:, 1], prefix_mask, suffix_mask)
-    x = add_gated(x, F.linear(y, w.out), first)
+    x = add_gated(x, linear(y, w.out), first)
     y = gated_mlp(modulated_norm(x, second, dims.eps), w.gate_up, w.down)
     return add_gated(x, y, second)

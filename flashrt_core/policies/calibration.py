@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import dataclass
+import hashlib
 import json
 import math
 import os
@@ -29,6 +30,7 @@ FORMAT = 1
 FEWEST = 8        # frames a view
 DARKEST = 12.0    # mean of a frame, of 255
 FLATTEST = 4.0    # standard deviation of a frame, of 255
+REMEDY = 'calibrate again: python -m flashrt_core.policies.calibrate'
 IMAGES = ('.png', '.jpg', '.jpeg', '.bmp')
 
 Frame = NDArray[np.uint8]
@@ -46,6 +48,12 @@ class Scales:
     weights: str
     frames: int
     largest: Mapping[str, float]
+
+    @property
+    def digest(self) -> str:
+        """Digest of the numbers, as hex."""
+        record = json.dumps(dict(self.largest), sort_keys=True)
+        return hashlib.sha256(record.encode()).hexdigest()
 
 
 def check_frames(frames: Mapping[str, Sequence[Frame]], fewest: int = FEWEST) -> int:
@@ -129,26 +137,34 @@ def save_scales(scales: Scales, path: str | Path) -> None:
         raise ConfigError(f'scales cannot be written to {path}: {error.strerror}') from error
 
 
-def load_scales(path: str | Path, family: str, weights: str, products: Iterable[str]) -> Scales:
-    """Read scales and verify that they are of this policy.
+def load_scales(path: str | Path, family: str, products: Iterable[str]) -> Scales:
+    """Read scales and verify that they are of this policy; of its weights, see check_weights.
 
-    :param weights: digest of the plain weights. :param products: the names that need a scale.
-    :raises ConfigError: unreadable, of another family, other weights or other products.
+    :param products: the names that need a scale.
+    :raises ConfigError: unreadable, of another family or other products.
     """
     scales = _read(Path(path))
-    remedy = 'calibrate again: python -m flashrt_core.policies.calibrate'
-    if scales.family != family or scales.weights != weights:
-        what = f'family {scales.family!r} with weights {scales.weights[:12]}'
+    if scales.family != family:
         raise ConfigError(
-            f'scales {path} are of {what}, this policy is {family!r} with {weights[:12]}; '
-            f'{remedy}')
+            f'scales {path} are of family {scales.family!r}, this policy is {family!r}; {REMEDY}')
     missing = sorted(set(products) - set(scales.largest))
     extra = sorted(set(scales.largest) - set(products))
     if missing or extra:
         raise ConfigError(
             f'scales {path} lack {missing[:4]} ({len(missing)} in all) and have {extra[:4]} '
-            f'({len(extra)}) that this policy does not use; {remedy}')
+            f'({len(extra)}) that this policy does not use; {REMEDY}')
     return scales
+
+
+def check_weights(scales: Scales, weights: str) -> None:
+    """Verify that scales were made with the weights of that digest.
+
+    :raises ConfigError: they were made with others.
+    """
+    if scales.weights != weights:
+        raise ConfigError(
+            f'scales are of weights {scales.weights[:12]}, this policy has {weights[:12]}; '
+            f'{REMEDY}')
 
 
 def _read(path: Path) -> Scales:

@@ -5,15 +5,20 @@ os.environ['TRITON_INTERPRET'] = '1'
 
 from dataclasses import replace
 
+import numpy as np
 import torch
+from triton.runtime import interpreter
 
+from flashrt_core.kernels import _fp8
 from flashrt_core.kernels import skinny
 from flashrt_core.kernels._launch import close
+from flashrt_core.nn import fp8
 from flashrt_core.nn import GemmaDims
 from flashrt_core.nn import SiglipDims
 from flashrt_core.policies.pi0 import fast
 from flashrt_core.policies.pi0 import model
 from flashrt_core.policies.pi0.config import TINY
+from flashrt_core.policies.pi0.weights import products
 from flashrt_core.policies.pi0.weights import tables
 from flashrt_core.policies.pi0.weights import weight_specs
 
@@ -24,6 +29,8 @@ CONFIG = replace(
     expert=GemmaDims(width=128, layers=2, heads=4, kv_heads=2, head_dim=32, mlp=256),
     vocab=64, horizon=6, flow_steps=2)
 EXACT = 1e-5     # float32 in another order
+FLIPS = 0.05     # values that lie between two of E4M3 and are rounded to the other one
+CPU = torch.device('cpu')
 GELU = 1e-3      # torch's product with GELU is the exact one on the CPU, by tanh on CUDA
 
 
@@ -81,8 +88,65 @@ def check_forward() -> None:
     assert close(fast.denoise(noise, state, kv, mask, w, c, guide, free), expected, EXACT)
 
 
+def rounded_to_nearest(
+        value: np.ndarray, source: object, target: object, mode: object) -> np.ndarray:
+    """Convert float32 to E4M3: the interpreter loses the carry of a mantissa that rounds up."""
+    if (source.name, target.name) != ('fp32', 'fp8e4nv'):
+        return CONVERT(value, source, target, mode)
+    given = torch.from_numpy(np.ascontiguousarray(value).view(np.float32))
+    return given.to(fp8.E4M3).view(torch.uint8).numpy().reshape(value.shape)
+
+
+CONVERT = interpreter._convert_float
+
+
+def check_fp8() -> None:
+    """In FP8 each function equals the plain layers on the same quantised weights but for flips.
+
+    The stream is float32, for the interpreter has no products of bfloat16.
+    """
+    interpreter._convert_float = rounded_to_nearest
+    assert _fp8._check_rows(CPU) and _fp8._check_folds(CPU)
+    fast.product = lambda *given: fp8.product(*given).float()
+    plain, c = weights(), replace(CONFIG, precision='fp8', scales='none')
+    images = torch.randint(0, 256, (2, 28, 28, 3), dtype=torch.uint8)
+    text = torch.randint(0, c.vocab, (c.prompt_tokens + c.subgoal_tokens,))
+    mask = torch.ones(c.prefix_tokens, dtype=torch.bool)
+    mask[-5:] = False
+    noise, state = torch.randn(2, c.horizon, c.action_width), torch.randn(c.state_width)
+    kv = torch.full((2, c.prefix_tokens, 2, 2, 32), torch.nan)
+    mine = kv.clone()
+
+    watched = fp8.Observing(plain, products(CONFIG))
+    tokens = model.encode_views(images, watched, CONFIG)
+    model.encode_prefix(tokens, text, mask, kv, watched, CONFIG)
+    exact = model.denoise(noise, state, kv, mask, watched, CONFIG)
+    w = quantised(plain, watched.largest())
+
+    found, expected = fast.encode_views(images, w, c), model.encode_views(images, w, c)
+    assert close(found, expected, FLIPS) and not close(expected, tokens, FLIPS)
+    fast.encode_prefix(tokens, text, mask, mine, w, c)
+    model.encode_prefix(tokens, text, mask, kv, w, c)
+    assert close(mine, kv, FLIPS)
+    found, expected = (f.denoise(noise, state, kv, mask, w, c) for f in (fast, model))
+    assert close(found - noise, expected - noise, FLIPS)
+    assert not close(expected - noise, exact - noise, FLIPS)
+    assert torch.equal(fast.denoise(noise[1:], state, kv, mask, w, c), found[1:])
+
+
+def quantised(plain: dict[str, torch.Tensor], largest: dict[str, float]) -> fp8.Fp8Weights:
+    """Give the weights with those that have a largest input in E4M3."""
+    made = dict(plain)
+    for name, top in largest.items():
+        of_input = torch.tensor(fp8.input_scale(top))
+        made[name], made[f'{name}.scale'] = fp8.quantise(plain[name])
+        made[f'{name}.input_scale'] = of_input
+        made[f'{name}.both_scales'] = made[f'{name}.scale'] * of_input
+    return fp8.Fp8Weights(made)
+
+
 if __name__ == '__main__':
     fast.SPLITS = fast.TIME_SPLITS = 1
-    for check in (check_products, check_forward):
+    for check in (check_products, check_forward, check_fp8):
         check()
         print(check.__name__, 'passed')

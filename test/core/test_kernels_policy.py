@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import flashrt_core
+from flashrt_core.kernels import _fp8
 from flashrt_core.kernels import _triton
 from flashrt_core.kernels import attention
 from flashrt_core.kernels import expert
@@ -38,7 +39,7 @@ def test_the_fast_forward_equals_the_plain_layers_in_tritons_interpreter():
         capture_output=True, text=True, timeout=300, check=False,
         env=os.environ | {'PYTHONPATH': str(Path(flashrt_core.__path__[0]).parent)})
     assert child.returncode == 0, child.stderr
-    assert child.stdout.count('passed') == 2
+    assert child.stdout.count('passed') == 3
 
 
 def test_the_cpu_runs_the_plain_layers():
@@ -61,7 +62,7 @@ def test_other_numbers_and_nan_are_not_close():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize('kernel', [skinny, attention, expert, rows])
+@pytest.mark.parametrize('kernel', [skinny, attention, expert, rows, _fp8])
 def test_each_check_passes_on_cuda(kernel):
     assert kernel.selected(torch.device('cuda', 0)), _triton.choices()
 

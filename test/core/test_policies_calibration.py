@@ -13,6 +13,7 @@ from flashrt_core.errors import BadEncoding
 from flashrt_core.errors import BadSize
 from flashrt_core.errors import ConfigError
 from flashrt_core.policies.calibration import check_frames
+from flashrt_core.policies.calibration import check_weights
 from flashrt_core.policies.calibration import load_scales
 from flashrt_core.policies.calibration import read_frames
 from flashrt_core.policies.calibration import save_scales
@@ -81,7 +82,7 @@ GOOD = Scales('pi0', 'ab' * 32, 12, {'a': 1.5, 'b': 0.25})
 def test_scales_come_back_as_they_were_saved(tmp_path: Path) -> None:
     path = tmp_path / 'scales.json'
     save_scales(GOOD, path)
-    assert load_scales(path, 'pi0', 'ab' * 32, ('b', 'a')) == GOOD
+    assert load_scales(path, 'pi0', ('b', 'a')) == GOOD
     assert [p.name for p in tmp_path.iterdir()] == ['scales.json']
     with pytest.raises(ConfigError, match='cannot be written'):
         save_scales(GOOD, tmp_path / 'nowhere' / 'scales.json')
@@ -91,11 +92,12 @@ def test_scales_of_another_policy_are_refused(tmp_path: Path) -> None:
     path = tmp_path / 'scales.json'
     save_scales(GOOD, path)
     with pytest.raises(ConfigError, match="this policy is 'pi05'"):
-        load_scales(path, 'pi05', 'ab' * 32, ('a', 'b'))
-    with pytest.raises(ConfigError, match='with cdcdcdcdcdcd; calibrate again'):
-        load_scales(path, 'pi0', 'cd' * 32, ('a', 'b'))
+        load_scales(path, 'pi05', ('a', 'b'))
+    with pytest.raises(ConfigError, match='this policy has cdcdcdcdcdcd; calibrate again'):
+        check_weights(GOOD, 'cd' * 32)
+    check_weights(GOOD, 'ab' * 32)
     with pytest.raises(ConfigError, match=r"lack \['c'\].*have \['b'\]"):
-        load_scales(path, 'pi0', 'ab' * 32, ('a', 'c'))
+        load_scales(path, 'pi0', ('a', 'c'))
 
 
 @pytest.mark.parametrize('text, message', [
@@ -112,6 +114,6 @@ def test_damaged_scales_are_refused(tmp_path: Path, text: str, message: str) -> 
     path = tmp_path / 'scales.json'
     path.write_text(text)
     with pytest.raises(ConfigError, match=message):
-        load_scales(path, 'pi0', '', ('a',))
+        load_scales(path, 'pi0', ('a',))
     with pytest.raises(ConfigError, match='cannot be read'):
-        load_scales(tmp_path / 'none.json', 'pi0', '', ('a',))
+        load_scales(tmp_path / 'none.json', 'pi0', ('a',))

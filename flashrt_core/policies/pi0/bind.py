@@ -27,6 +27,7 @@ from flashrt_core.policies.pi0.layout import state_names
 from flashrt_core.policies.pi0.load import check_checkpoint
 from flashrt_core.policies.pi0.load import Digests
 from flashrt_core.policies.pi0.load import load_constants
+from flashrt_core.policies.pi0.precision import check_precision
 from flashrt_core.policies.pi0.session import Pi0Session
 from flashrt_core.policies.pi0.session import reset_state
 from flashrt_core.policies.prompts import make_prompts
@@ -76,6 +77,7 @@ class Pi0Policy:
         :raises OutOfMemory, CaptureFailed: the device refuses.
         """
         c = self._config(config)
+        check_precision(c, backend)
         check_checkpoint(c)
         pi0_check_settings(c)
         c = pi0_statistics(c)
@@ -155,6 +157,8 @@ def make_identity(
     counts as numerics: another machine may round it differently.
     """
     layout = {'family': c.family, 'weights': digests.weights, **c.layout()}
+    if digests.scales:
+        layout['scales'] = digests.scales
     if c.modulated and prompts is not None:
         layout['tokenizer'] = prompts.identity
     forward = forward_of(c, backend.device).__name__.rsplit('.', 1)[-1]

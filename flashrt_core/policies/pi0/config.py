@@ -28,9 +28,11 @@ from flashrt_core.policies.selectors import SELECTORS
 FAMILIES = ('pi0', 'pi05')
 RESERVED = {'state', 'prompt', 'subgoal', 'noise', 'action', 'guidance'}
 FLOW_STEPS_LIMIT = 1000
-FILES = ('weights', 'tokenizer', 'statistics_file')  # may lie beside a config's file
+FILES = ('weights', 'tokenizer', 'statistics_file', 'scales')  # may lie beside a config's file
 CONFIG_SUFFIXES = ('.yaml', '.yml')
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16}
+PRECISIONS = ('', 'bf16', 'fp8')
+FP8_UNIT = 16  # divides both sizes of an FP8 product
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,8 @@ class Pi0Config:
     ``statistics_file``: of openpi or LeRobot; empty = found beside the weights. Not looked for
     where ``statistics`` are given or the weights are random.
     ``normalisation``: see policies/normalise.py; empty = the checkpoint's, else the family's.
+    ``precision`` of the large products: 'fp8' stores their weights as E4M3 and needs ``scales``,
+    the file that ``python -m flashrt_core.policies.calibrate`` makes; empty = that of ``dtype``.
     ``time_dtype``: 'float64' embeds flow time as openpi does, 'float32' as transformers does.
     ``cpu_threads``: of torch on the cpu backend, 0 leaves torch's own choice.
     ``seed``: of a fresh session. ``units``: of each action. ``tokenizer``: 'words' or the path of
@@ -93,6 +97,8 @@ class Pi0Config:
     statistics_file: str = ''
     normalisation: str = ''
     dtype: str = 'float32'
+    precision: str = ''
+    scales: str = ''
     rows: int = 1
     row_keys: tuple[int, ...] = (1,)
     best_of_keys: tuple[int, ...] = ()
@@ -111,6 +117,11 @@ class Pi0Config:
     @property
     def torch_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
+
+    @property
+    def quantised(self) -> bool:
+        """Whether the large products are in FP8."""
+        return self.precision == 'fp8'
 
     @property
     def image_tokens(self) -> int:
@@ -146,9 +157,11 @@ class Pi0Config:
         """Return what decides how a state is read: all but paths, rows and first values."""
         skipped = (
             'weights weight_seed rows row_keys best_of_keys selector seed tokenizer cpu_threads '
-            'guidance reuse_vision statistics_file statistics normalisation'
+            'guidance reuse_vision statistics_file statistics normalisation precision scales'
         ).split()
         record = {k: v for k, v in asdict(self).items() if k not in skipped}
+        if self.quantised:
+            record['precision'] = self.precision
         record |= {f'statistics.{k}': v for k, v in vars(self.statistics).items()}
         record['normalisation'] = self.normalised_by
         return {f'config.{k}': json.dumps(v, sort_keys=True) for k, v in record.items()}
@@ -255,6 +268,25 @@ def check(c: Pi0Config) -> None:
         ),
         (c.dtype in DTYPES, f'dtype {c.dtype!r} is unknown; choose from {sorted(DTYPES)}'),
         (
+            c.precision in PRECISIONS,
+            f'precision {c.precision!r} is unknown; choose from {list(PRECISIONS)}',
+        ),
+        (
+            c.precision != 'bf16' or c.dtype == 'bfloat16',
+            f"precision is 'bf16' and dtype {c.dtype!r}; set dtype: bfloat16, or leave precision "
+            'empty',
+        ),
+        (
+            bool(c.scales) or not c.quantised,
+            "precision 'fp8' needs scales; make the file with python -m "
+            'flashrt_core.policies.calibrate, or set precision: bf16',
+        ),
+        (
+            not c.quantised or all(size % FP8_UNIT == 0 for size in product_sizes(c)),
+            f"precision 'fp8' needs sizes of products that {FP8_UNIT} divides, these are "
+            f'{sorted(product_sizes(c))}; set precision: bf16',
+        ),
+        (
             c.time_dtype in ('float32', 'float64'),
             f'time_dtype {c.time_dtype!r} is unknown; choose float32 or float64',
         ),
@@ -284,6 +316,13 @@ def check(c: Pi0Config) -> None:
         raise ConfigError(f'cpu_threads is {c.cpu_threads}; give 0 to 1024')
     if c.units and len(c.units) != c.action_dim:
         raise ConfigError(f'units has {len(c.units)} names; give {c.action_dim}, one an action')
+
+
+def product_sizes(c: Pi0Config) -> set[int]:
+    """Return the numbers of inputs and outputs of the products that FP8 takes."""
+    v = c.vision
+    gemma = [n for d in (c.prefix, c.expert) for n in (d.width, d.q_dim, d.qkv_dim, d.mlp)]
+    return {v.width, v.mlp, 2 * c.prefix.kv_dim, *gemma}
 
 
 PI0 = Pi0Config(

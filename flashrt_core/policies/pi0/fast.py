@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from flashrt_core.kernels import _fp8
 from flashrt_core.kernels import attention
 from flashrt_core.kernels import expert
 from flashrt_core.kernels import rows
@@ -24,6 +25,10 @@ from flashrt_core.nn import GemmaLayer
 from flashrt_core.nn import ModulatedLayer
 from flashrt_core.nn import rope_tables
 from flashrt_core.nn import siglip_layer
+from flashrt_core.nn import SiglipLayer
+from flashrt_core.nn.fp8 import E4M3
+from flashrt_core.nn.fp8 import product
+from flashrt_core.nn.fp8 import scale_of
 from flashrt_core.policies.pi0.config import Pi0Config
 from flashrt_core.policies.pi0.model import Guide
 from flashrt_core.policies.pi0.model import Prefix
@@ -36,7 +41,7 @@ TIME_SPLITS = 4  # of the sum over K after the time MLP
 
 def selected(c: Pi0Config, device: torch.device) -> bool:
     """Return whether these sizes fit the kernels and every kernel agrees with its reference."""
-    kernels = (skinny, attention, expert, rows)
+    kernels = [skinny, attention, expert, rows] + [_fp8] * c.quantised
     return fits(c) and all([kernel.selected(device) for kernel in kernels])
 
 
@@ -47,7 +52,7 @@ def fits(c: Pi0Config) -> bool:
         c.dtype == 'bfloat16'
         and d.width in (512, 1024)
         and D in (64, 128, 256)
-        and d.q_dim % (16 * SPLITS) == 0
+        and d.q_dim % ((32 if c.quantised else 16) * SPLITS) == 0
         and d.mlp % (128 * SPLITS) == 0
         and c.action_width & (c.action_width - 1) == 0
         and c.horizon < attention.SPAN
@@ -63,22 +68,48 @@ def encode_views(images: Tensor, w: Mapping[str, Tensor], c: Pi0Config) -> Tenso
     cut = images.new_empty((V, T, d.patch_dim), dtype=c.torch_dtype)
     rows.patches(images, d.patch_size, cut)
     x = F.linear(cut, w['vision.patch.weight'], w['vision.patch.bias']) + w['vision.position']
-    y, attended = torch.empty_like(x), torch.empty_like(x)
+    y, attended = x.new_empty((2, V, T, d.width), dtype=input_type(c))
+    ones = ones_of(c, V * T, x.device)
     heads = attended.view(V, T, d.heads, -1)
     z: Tensor | None = None
     for i in range(d.layers):
         layer = siglip_layer(w, f'vision.layers.{i}')
-        rows.norm_rows(x, z, layer.norm1_weight, layer.norm1_bias, y, d.eps)
-        qkv = F.linear(y, layer.qkv_weight, layer.qkv_bias).view(V, T, 3, d.heads, -1)
+        rows.norm_rows(x, z, layer.norm1_weight, layer.norm1_bias, y, d.eps,
+                       scale_of(layer.qkv_weight))
+        qkv = product(y, layer.qkv_weight, layer.qkv_bias, ones).view(V, T, 3, d.heads, -1)
         q, k, v = qkv.unbind(2)
-        attention.attention(q, k, v, None, heads)
-        z = F.linear(attended, layer.out_weight, layer.out_bias)
-        rows.norm_rows(x, z, layer.norm2_weight, layer.norm2_bias, y, d.eps)
-        hidden = torch._addmm_activation(
-            layer.fc1_bias, y.view(V * T, -1), layer.fc1_weight.t(), use_gelu=True)
-        z = F.linear(hidden, layer.fc2_weight, layer.fc2_bias).view_as(x)
-    rows.norm_rows(x, z, w['vision.norm.weight'], w['vision.norm.bias'], y, d.eps)
-    return F.linear(y, w['projector.weight'], w['projector.bias']).flatten(0, 1)
+        attention.attention(q, k, v, None, heads, scale_of(layer.out_weight))
+        z = product(attended, layer.out_weight, layer.out_bias, ones)
+        rows.norm_rows(x, z, layer.norm2_weight, layer.norm2_bias, y, d.eps,
+                       scale_of(layer.fc1_weight))
+        hidden = product_gelu(y.view(V * T, -1), layer, ones)
+        z = product(hidden, layer.fc2_weight, layer.fc2_bias, ones).view_as(x)
+    rows.norm_rows(x, z, w['vision.norm.weight'], w['vision.norm.bias'], y, d.eps,
+                   scale_of(w['projector.weight']))
+    return product(y, w['projector.weight'], w['projector.bias'], ones).flatten(0, 1)
+
+
+def input_type(c: Pi0Config) -> torch.dtype:
+    """Return the dtype in which the kernels write the inputs of the large products."""
+    return E4M3 if c.quantised else c.torch_dtype
+
+
+def ones_of(c: Pi0Config, count: int, device: torch.device) -> Tensor | None:
+    """Return what ``product`` needs for so many rows."""
+    return torch.ones((count, 1), device=device) if c.quantised else None
+
+
+def product_gelu(y: Tensor, layer: SiglipLayer, ones: Tensor | None) -> Tensor:
+    """Return gelu(fc1(y)) of y [M, width] as the input of fc2; FP8 has no product with GELU."""
+    if isinstance(layer.fc1_weight, Tensor):
+        return torch._addmm_activation(
+            layer.fc1_bias, y, layer.fc1_weight.t(), use_gelu=True)
+    z = product(y, layer.fc1_weight, layer.fc1_bias, ones)
+    scale = scale_of(layer.fc2_weight)
+    assert scale is not None
+    hidden = torch.empty_like(z, dtype=E4M3)
+    rows.gelu_rows(z, hidden, scale)
+    return hidden
 
 
 def encode_prefix(
@@ -94,22 +125,26 @@ def encode_prefix(
     x = torch.cat([image_tokens, F.embedding(text, w['prefix.embed']) * d.width**0.5])
     P = x.shape[0]
     cos, sin = rope_tables(mask.cumsum(0) - 1, w['table.rope'])
-    y = torch.empty_like(x)
+    y = torch.empty_like(x, dtype=input_type(c))
     q = x.new_empty((P, d.heads, d.head_dim))
-    attended = torch.empty_like(q)
-    hidden = x.new_empty((P, d.mlp))
-    rows.norm_rows(x, None, w['prefix.layers.0.norm1'], None, y, d.eps)
+    attended = torch.empty_like(q, dtype=input_type(c))
+    hidden = x.new_empty((P, d.mlp), dtype=input_type(c))
+    ones = ones_of(c, P, x.device)
     last = d.layers - 1
-    for i in range(last):
-        layer = gemma_layer(w, f'prefix.layers.{i}')
-        rows.rotate_rows(F.linear(y, layer.qkv), cos, sin, q, kv[i])
-        attention.attention(q[None], kv[i, :, 0][None], kv[i, :, 1][None], mask, attended[None])
-        z = F.linear(attended.view(P, -1), layer.out)
-        rows.norm_rows(x, z, layer.norm2, None, y, d.eps)
-        rows.gate_rows(F.linear(y, layer.gate_up), hidden)
-        z = F.linear(hidden, layer.down)
-        rows.norm_rows(x, z, w[f'prefix.layers.{i + 1}.norm1'], None, y, d.eps)
-    rows.rotate_rows(F.linear(y, w[f'prefix.layers.{last}.kv']), cos, sin, q[:, :0], kv[last])
+    layers = [gemma_layer(w, f'prefix.layers.{i}') for i in range(last)]
+    inputs = [*(layer.qkv for layer in layers), w[f'prefix.layers.{last}.kv']]
+    rows.norm_rows(x, None, layers[0].norm1, None, y, d.eps, scale_of(inputs[0]))
+    for i, layer in enumerate(layers):
+        rows.rotate_rows(product(y, layer.qkv, None, ones), cos, sin, q, kv[i])
+        attention.attention(q[None], kv[i, :, 0][None], kv[i, :, 1][None], mask, attended[None],
+                            scale_of(layer.out))
+        z = product(attended.view(P, -1), layer.out, None, ones)
+        rows.norm_rows(x, z, layer.norm2, None, y, d.eps, scale_of(layer.gate_up))
+        rows.gate_rows(product(y, layer.gate_up, None, ones), hidden, scale_of(layer.down))
+        z = product(hidden, layer.down, None, ones)
+        rows.norm_rows(x, z, w[f'prefix.layers.{i + 1}.norm1'], None, y, d.eps,
+                       scale_of(inputs[i + 1]))
+    rows.rotate_rows(product(y, inputs[last], None, ones), cos, sin, q[:, :0], kv[last])
 
 
 class SuffixAttention:
@@ -139,7 +174,7 @@ class SuffixAttention:
             expert.project(per_row[part].flatten(0, 1), w.qkv, prefix.cos, prefix.sin,
                            q.flatten(0, 1), suffix.flatten(0, 1), self._tokens, self._pdl)
         for prefix, q, suffix, part, attend in self._parts:
-            attend(q, prefix.kv[layer], prefix.mask, suffix, out[part])
+            attend(q, prefix.kv[layer], prefix.mask, suffix, out[part], scale_of(w.out))
 
 
 def denoise(
@@ -173,11 +208,12 @@ def denoise(
     actions = noise.reshape(R * H, A).clone()
     u = noise.new_empty((R * H, N))
     times = noise.new_empty((TIME_SPLITS, R * H, N))
-    x, y = noise.new_empty((2, M, N), dtype=dtype)
+    x = noise.new_empty((M, N), dtype=dtype)
+    y = torch.empty_like(x, dtype=input_type(c))
     q = noise.new_empty((R, S, d.heads, d.head_dim), dtype=dtype)
     suffix = noise.new_empty((R, S, 2, d.kv_heads, d.head_dim), dtype=dtype)
-    attended = torch.empty_like(q)
-    hidden = noise.new_empty((M, d.mlp), dtype=dtype)
+    attended = torch.empty_like(q, dtype=input_type(c))
+    hidden = noise.new_empty((M, d.mlp), dtype=input_type(c))
     partial = noise.new_empty((SPLITS, M, N))
     attend = SuffixAttention(prefixes_of(kv, mask, free, S, w), q, suffix, pdl, alone=True)
 
@@ -198,16 +234,18 @@ def denoise(
             guided_update(at - 1)
         step(at, read=guide is None and at > 0, write=True)
         skinny.split_product(u, w['time_mlp_out.weight'], times, skinny.FLOAT_TILE, pdl)
-        expert.tokens(times, w['time_mlp_out.bias'], token, layers[0].norm1, x, y, S, d.eps, pdl)
+        expert.tokens(times, w['time_mlp_out.bias'], token, layers[0].norm1, x, y, S, d.eps, pdl,
+                      scale_of(layers[0].qkv))
         for i, layer in enumerate(layers):
             attend(i, y, layer, attended)
             skinny.split_product(
                 attended.view(M, -1), layer.out, partial, skinny.WHOLE_TILE, pdl)
-            expert.fold(x, partial, layer.norm2, y, d.eps, pdl)
-            skinny.gated(y, layer.gate_up, hidden, pdl)
+            expert.fold(x, partial, layer.norm2, y, d.eps, pdl, scale_of(layer.gate_up))
+            skinny.gated(y, layer.gate_up, hidden, pdl, scale_of(layer.down))
             skinny.split_product(hidden, layer.down, partial, skinny.SPLIT_TILE, pdl)
             if i + 1 < d.layers:
-                expert.fold(x, partial, layers[i + 1].norm1, y, d.eps, pdl)
+                after = layers[i + 1]
+                expert.fold(x, partial, after.norm1, y, d.eps, pdl, scale_of(after.qkv))
     if guide is not None:
         guided_update(c.flow_steps - 1)
     else:

@@ -25,6 +25,7 @@ from flashrt_core.policies.pi0 import pi05
 from flashrt_core.policies.pi0 import pi05_fast
 from flashrt_core.policies.pi0.config import Pi0Config
 from flashrt_core.policies.pi0.model import Guide
+from flashrt_core.policies.pi0.precision import reading
 from flashrt_core.policies.selectors import select
 from flashrt_core.runtime import BufferSet
 from flashrt_core.runtime import Graph
@@ -56,7 +57,7 @@ def make_graphs(c: Pi0Config, buffers: BufferSet) -> tuple[list[Graph], Graph, G
 
     def graph(kind: str, body: Callable[..., None], name: str = '', **fixed: Any) -> Graph:
         names = [buffer.name for buffer in buffers if buffer.name.startswith(PORTS[kind])]
-        made = Graph(name or kind, partial(body, c, forward, **fixed), names)
+        made = Graph(name or kind, partial(reading(c, body), c, forward, **fixed), names)
         made.bind_all({port: buffers[port] for port in names})
         return made
 

@@ -13,8 +13,8 @@ import torch
 from flashrt_core.policies.pi0.config import Pi0Config
 from flashrt_core.policies.pi0.modulation import MODULATION
 from flashrt_core.policies.pi0.modulation import table_spec
+from flashrt_core.policies.pi0.weights import stored_specs
 from flashrt_core.policies.pi0.weights import tables
-from flashrt_core.policies.pi0.weights import weight_specs
 from flashrt_core.policies.protocol import Modality
 from flashrt_core.policies.protocol import PortSpec
 from flashrt_core.runtime import BufferSpec
@@ -161,7 +161,7 @@ def buffer_specs(c: Pi0Config) -> list[BufferSpec]:
         BufferSpec('host.scores', Role.OUTPUT, F32, (), host=True),
         BufferSpec('host.spread', Role.OUTPUT, F32, (), host=True, rows=False),
     ]
-    constants = {name: (s.dtype, s.shape) for name, s in weight_specs(c).items()}
+    constants = {name: (s.dtype, s.shape) for name, s in stored_specs(c).items()}
     constants |= {name: (t.dtype, tuple(t.shape)) for name, t in tables(c).items()}
     if c.modulated:
         table = table_spec(c)

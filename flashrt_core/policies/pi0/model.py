@@ -21,6 +21,7 @@ from flashrt_core.nn import project_kv
 from flashrt_core.nn import rms_norm
 from flashrt_core.nn import rope_tables
 from flashrt_core.nn import siglip_tower
+from flashrt_core.nn.fp8 import linear
 from flashrt_core.policies.pi0.config import Pi0Config
 
 # (flow step, x [R, H, A], velocity [R, H, A]) -> the velocity to integrate in its place.
@@ -31,7 +32,7 @@ Tensors = Mapping[str, Tensor]
 def encode_views(images: Tensor, w: Mapping[str, Tensor], c: Pi0Config) -> Tensor:
     """Encode uint8 images [V, H, W, 3] into prefix tokens [V * T, width]."""
     features = siglip_tower(images, w, c.vision)  # [V, T, vision width]
-    return F.linear(features, w['projector.weight'], w['projector.bias']).flatten(0, 1)
+    return linear(features, w['projector.weight'], w['projector.bias']).flatten(0, 1)
 
 
 def encode_prefix(

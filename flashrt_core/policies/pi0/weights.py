@@ -21,6 +21,8 @@ from flashrt_core.nn import GemmaDims
 from flashrt_core.nn import rope_frequencies
 from flashrt_core.nn import SiglipDims
 from flashrt_core.nn import time_table
+from flashrt_core.nn.fp8 import E4M3
+from flashrt_core.nn.fp8 import SCALES
 from flashrt_core.policies.normalise import affine
 from flashrt_core.policies.pi0.config import Pi0Config
 
@@ -57,6 +59,29 @@ def weight_specs(c: Pi0Config) -> dict[str, WeightSpec]:
         specs.update(linear_specs('time_mlp_out', W, W, torch.float32))
     specs.update(linear_specs('action_in', W, c.action_width, torch.float32))
     specs.update(linear_specs('action_out', c.action_width, W, torch.float32))
+    return specs
+
+
+def products(c: Pi0Config) -> tuple[str, ...]:
+    """Return the names of the weights that FP8 quantises: all layers' and the projector's.
+
+    Patches, embedding, action heads and the time MLP are small or looked up, and stay as they are.
+    """
+    return tuple(
+        name
+        for name, spec in weight_specs(c).items()
+        if len(spec.shape) == 2 and ('.layers.' in name or name == 'projector.weight')
+    )
+
+
+def stored_specs(c: Pi0Config) -> dict[str, WeightSpec]:
+    """Return every weight as a session keeps it: ``weight_specs``, in FP8 with E4M3 and scales."""
+    specs = weight_specs(c)
+    for name in products(c) if c.quantised else ():
+        shape = specs[name].shape
+        specs[name] = WeightSpec(shape, E4M3)
+        for kind, of in zip(SCALES, (shape[:1], (), shape[:1])):
+            specs[f'{name}.{kind}'] = WeightSpec(of, torch.float32)
     return specs
 
 
