@@ -4,35 +4,30 @@ configure loads, binds, captures, warms up and snapshots C0; activate ticks and 
 holds, then stops; cleanup frees the device. Exit status: see flashrt_ros/main.py.
 """
 
-from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
-import gc
 import sys
 import threading
-import time
 from typing import Any
 
 from rclpy.clock import JumpThreshold
 from rclpy.duration import Duration
 
-from flashrt_core.capsule import CapsuleStore
 from flashrt_core.errors import CapsuleExists
 from flashrt_core.errors import ConfigError
 from flashrt_core.errors import FlashrtError
 from flashrt_core.errors import ObservationError
 from flashrt_core.errors import ParameterInvalid
 from flashrt_core.policies import make_policy
+from flashrt_core.policies import Modality
 from flashrt_core.policies import Session
 from flashrt_core.runtime import Backend
 from flashrt_core.runtime import pick_backend
 from flashrt_ros.action import RunEpisode
 from flashrt_ros.admission import Admission
-from flashrt_ros.boot_log import BootLog
 from flashrt_ros.clocks import RosClock
 from flashrt_ros.config_files import find_embodiment
 from flashrt_ros.control_loop import StepThread
-from flashrt_ros.embodiment import Embodiment
 from flashrt_ros.embodiment import load_embodiment
 from flashrt_ros.executor_control import Control
 from flashrt_ros.executor_control import Progress
@@ -47,28 +42,25 @@ from flashrt_ros.executor_parameters import executor_parameters
 from flashrt_ros.executor_parameters import heartbeat_deadline_s
 from flashrt_ros.executor_report import ExecutorReport
 from flashrt_ros.executor_services import ExecutorServices
+from flashrt_ros.executor_tick import Pending
 from flashrt_ros.executor_verbs import C0
 from flashrt_ros.executor_verbs import Verbs
 from flashrt_ros.hold import Phase
 from flashrt_ros.lifecycle import ACTIVE
-from flashrt_ros.lifecycle import SafeLifecycleNode
-from flashrt_ros.main import EXIT_DEVICE_LOST
 from flashrt_ros.main import run_node
 from flashrt_ros.main import StopRequest
 from flashrt_ros.msg import ExecutorStatus
 from flashrt_ros.policy_source import check_fit
 from flashrt_ros.policy_source import check_memory
 from flashrt_ros.policy_source import policy_config
+from flashrt_ros.session_node import SessionNode
 
 _PHASES = {Phase.RUN: 'ticking', Phase.HOLD: 'holding', Phase.RESYNC: 'resync',
            Phase.NEEDS_RESET: 'needs_reset'}
 STILL_CLOCK_S = 1.0  # simulated time that stands longer holds the robot
-# Shares of configure's progress by the stages that a policy reports while it binds.
-_STAGES = {'load': ('loading', 0.0, 0.5), 'bind': ('binding', 0.5, 0.1),
-           'capture': ('capturing', 0.6, 0.25), 'warm up': ('warming up', 0.85, 0.1)}
 
 
-class ExecutorNode(SafeLifecycleNode):
+class ExecutorNode(SessionNode):
     """One robot's policy as a node; see config/executor.yaml and doc/parameters.md."""
 
     def __init__(self, stop: StopRequest | None = None, **kwargs: Any) -> None:
@@ -78,28 +70,17 @@ class ExecutorNode(SafeLifecycleNode):
         :param kwargs: of rclpy's Node.
         :raises ConfigError: a parameter given at start is refused.
         """
-        super().__init__('executor', **kwargs)
-        self._stop_request = stop or StopRequest()
-        self.parameters = executor_parameters()
-        self.parameters.declare(self)
+        super().__init__('executor', stop, executor_parameters(), **kwargs)
         self.engine: Engine | None = None
         self.control: Control | None = None
         self.verbs: Verbs | None = None
-        self.store: CapsuleStore | None = None
         self.stepping = threading.Lock()
         self.step_thread: StepThread | None = None
-        self.ready_after_s = 0.0
-        # Asked before a capture; in bringup the planner must not run meanwhile.
-        self.may_configure: Callable[[], None] = lambda: None
         self._admission: Admission | None = None
-        self._stage, self._stage_progress = '', 0.0
-        self._boot: BootLog | None = None
-        self._embodiment: Embodiment | None = None
         self._session: Session | None = None
         self._tokenizer: Any = None
         self._inputs = ExecutorInputs(self)
         self._kept_progress = Progress()
-        self._ending = False
         self.report = ExecutorReport(self)
         self.outputs = ExecutorOutputs(
             self, self.report.qos_mismatch, self._fill_status, self._device_lost,
@@ -108,6 +89,7 @@ class ExecutorNode(SafeLifecycleNode):
         self._episodes = EpisodeServer(self)
         self.parameters.add_check(self._check_prompt)
         self.parameters.add_check(self._check_best_of)
+        self.parameters.add_check(self._check_guidance)
         self.parameters.on_change(self._parameter_changed)
         self.parameters.on_refusal(self.count_refusal)
         self._clock_reader = RosClock(
@@ -121,15 +103,10 @@ class ExecutorNode(SafeLifecycleNode):
 
     # -- lifecycle, on the transition thread ----------------------------------------------------
 
-    def configure(self) -> None:
+    def load(self) -> str:
         """Load, bind, capture, warm up, snapshot C0."""
-        begun = time.monotonic()
-        self.may_configure()
         check_at_configure(self.parameters)
-        self._boot = boot = BootLog(self.get_logger().info)
-        self._told('load', 0.0)
         robot = load_embodiment(find_embodiment(self.parameters['embodiment']))
-        self._embodiment = robot
         backend = pick_backend(self.parameters['device'], self.parameters['stream_priority'])
         policy = make_policy(self.parameters['policy'])
         config = policy_config(self.parameters, policy, robot)
@@ -143,34 +120,25 @@ class ExecutorNode(SafeLifecycleNode):
                 'nothing; give checkpoint for trained ones')
         self._told('preparing capsules', 0.0)
         self._check_best_of(self.parameters)
+        self._check_guidance(self.parameters)
         self._tokenizer = session.tokenizer
-        self.store = store = CapsuleStore(
-            backend, self.parameters['capsule_gpu_bytes'], self.parameters['capsule_host_bytes'],
-            self.parameters['capsule_disk_bytes'], self.parameters['capsule_directory'] or None,
-            self.parameters['allow_disk_capsules'])
-        store.prepare(session.boundary, self.parameters['rollback_ticks'] + 1)
-        self.control = Control(
-            self._embodiment, self.outputs, self.report.counters, self.parameters)
+        store = self.open_store(backend, self.parameters['rollback_ticks'] + 1)
+        self.control = Control(robot, self.outputs, self.report.counters, self.parameters)
         self.control.progress = self._kept_progress
         self.engine = Engine(
-            session, self._embodiment, self.control, self.parameters, self._clock_reader,
+            session, robot, self.control, self.parameters, self._clock_reader,
             self.now_ns, self.report.counters, lambda: store.mark(session.boundary))
         self.engine.admission = self._admission
-        self.outputs.bind(self._embodiment, self.engine.ports, self.control.progress)
-        self.verbs = Verbs(self.engine, store, self.parameters, self._prompt_tokens)
-        self._prompt_tokens()
+        self.outputs.bind(robot, self.engine.ports, self.control.progress)
+        self.verbs = Verbs(self.engine, store, self.parameters, self._in_force)
+        self.engine.write(guidance=self._in_force().guidance)
         session.lane.at_boundary(self._snapshot_c0).result(self.parameters['verb_timeout_s'])
-        self._inputs.open(self._embodiment)
+        self._inputs.open(robot)
         self.step_thread = StepThread(
-            self._embodiment.step_period_s, self.control.step,
+            robot.step_period_s, self.control.step,
             on_error=self.control.step_failed, fifo_priority=self.parameters['fifo_priority'])
-        gc.collect()
-        gc.freeze()
-        self.ready_after_s = time.monotonic() - begun
-        self._stage = ''
-        self.get_logger().info(
-            f'{self.parameters["policy"]} ({self.parameters["policy_config"]}) on '
-            f'{backend.device} is ready after {self.ready_after_s:.1f} s: {boot.ended()}')
+        return (f'{self.parameters["policy"]} ({self.parameters["policy_config"]}) on '
+                f'{backend.device}')
 
     def activate(self) -> None:
         """Begin to tick and to step."""
@@ -198,19 +166,8 @@ class ExecutorNode(SafeLifecycleNode):
         if self.step_thread is not None:
             self.step_thread.stop()
         self._inputs.close()
-        if self._session is not None:
-            self._session.close()
-        if self.store is not None:
-            self.store.close()
-        self.engine = self.control = self.verbs = self.store = self.step_thread = None
-        self._session = self._tokenizer = None
-        self._stage = ''
-        gc.unfreeze()
-        gc.collect()
-
-    def on_state_change(self) -> None:
-        """Publish the status of the new state."""
-        self.outputs.publish_status()
+        self.control = self.verbs = self.step_thread = self._tokenizer = None
+        self.free()
 
     def stop(self, timeout_s: float) -> bool:
         """End in order; False when a transition did not end in time."""
@@ -225,24 +182,11 @@ class ExecutorNode(SafeLifecycleNode):
     @property
     def phase(self) -> str:
         """What the node does now, in the words of ~/status."""
-        if self._stage:
-            return self._stage
-        if self.last_transition_error:
-            return 'failed'
+        if self.configuring:
+            return self.configuring
         if self.control is None or self.state_label != ACTIVE:
             return 'ready' if self.control is not None else 'unconfigured'
         return _PHASES[self.control.holds.phase]
-
-    @property
-    def configured(self) -> bool:
-        """Whether there is a session to serve."""
-        return self.engine is not None
-
-    @property
-    def session_name(self) -> str:
-        """Name under which the store keeps this node's capsules."""
-        assert self._session is not None
-        return str(self._session.boundary.session)
 
     @property
     def epoch(self) -> int:
@@ -269,10 +213,6 @@ class ExecutorNode(SafeLifecycleNode):
         return (f'now {self.state_label}, {self.phase}, epoch {progress.epoch}, '
                 f'episode {progress.episode}, tick {progress.tick}'
                 + (f', held by {causes}' if causes else ''))
-
-    def count_refusal(self, error: Exception) -> None:
-        """Count a refusal by its code, for diagnostics."""
-        self.report.refused(error.code if isinstance(error, FlashrtError) else 'internal')
 
     def now_ns(self) -> int:
         """ROS time in nanoseconds; zero while simulated time has not begun."""
@@ -329,6 +269,13 @@ class ExecutorNode(SafeLifecycleNode):
                     f'parameter best_of is {n}; captured are {held}: give one of them or 1, or '
                     "add it to best_of_keys of the policy's config")
 
+    def _check_guidance(self, values: Mapping[str, Any]) -> None:
+        if self._session is not None and values['guidance'] != 1.0 and not any(
+                port.modality is Modality.GUIDANCE for port in self._session.ports):
+            raise ParameterInvalid(
+                f'parameter guidance is {values["guidance"]:g}; the policy was bound without it: '
+                'give 1, or set guidance: true in its config')
+
     def _check_prompt(self, values: Mapping[str, Any]) -> None:
         if values['prompt'] and self.engine is not None:
             try:
@@ -336,11 +283,13 @@ class ExecutorNode(SafeLifecycleNode):
             except ConfigError as error:
                 raise ParameterInvalid(f'parameter prompt: {error}') from None
 
-    def _prompt_tokens(self) -> tuple[int, ...] | None:
-        prompt = self._prompt or self.parameters['prompt']
-        if not prompt or self.engine is None:
-            return None
-        return tuple(self.tokenize(prompt, self.engine.ports.prompt_tokens))
+    def _in_force(self) -> Pending:
+        """Return what a fresh episode begins with; raises ConfigError for the prompt."""
+        assert self.engine is not None
+        prompt, ports = self._prompt or self.parameters['prompt'], self.engine.ports
+        return Pending(
+            prompt=tuple(self.tokenize(prompt, ports.prompt_tokens)) if prompt else None,
+            guidance=self.parameters['guidance'] if ports.guidance else None)
 
     _prompt = ''  # of the newest episode goal, until the parameter is set
 
@@ -359,21 +308,11 @@ class ExecutorNode(SafeLifecycleNode):
             return
         if self.engine is not None:
             self.engine.parameters_changed()
+            if name == 'guidance' and self.engine.ports.guidance:
+                self.engine.write(guidance=new)
         self.outputs.event('parameter', name, {'old': old, 'new': new})
 
     # -- inside ---------------------------------------------------------------------------------
-
-    def _told(self, stage: str, fraction: float) -> None:
-        """Take a policy's progress; the place where a configure under way can be ended."""
-        if self._ending:
-            raise ConfigError('configure was given up because the node is ending; start it anew')
-        words, begin, share = _STAGES.get(stage, (stage, 0.95, 0.05))
-        if self._boot is not None:
-            self._boot.told(words, fraction)
-        progress = begin + share * min(max(fraction, 0.0), 1.0)
-        if words != self._stage or progress - self._stage_progress >= 0.01:
-            self._stage, self._stage_progress = words, progress
-            self.outputs.publish_status()
 
     def _capsule_bytes(self, backend: Backend) -> int:
         """Budgets of the tiers that lie in the device's memory."""
@@ -393,7 +332,7 @@ class ExecutorNode(SafeLifecycleNode):
 
     def _fill_status(self, message: ExecutorStatus) -> None:
         message.state, message.phase = self.state_label, self.phase
-        message.progress = self._stage_progress if self._stage else float(self.control is not None)
+        message.progress = self.progress
         message.policy = self.parameters['policy']
         control, engine, session = self.control, self.engine, self._session
         if control is None or engine is None or session is None:
@@ -411,10 +350,8 @@ class ExecutorNode(SafeLifecycleNode):
         message.subgoal_latched = engine.slot.latched
 
     def _device_lost(self, error: FlashrtError) -> None:
-        self.get_logger().fatal(
-            f'[{error.code}] {error}; exit status {EXIT_DEVICE_LOST}, to be respawned')
         self.outputs.wait_for_acknowledgement(self.parameters['shutdown_timeout_s'])
-        self._stop_request.set(f'{error.code}: {error}', EXIT_DEVICE_LOST)
+        super()._device_lost(error)
 
     @property
     def _simulated(self) -> bool:

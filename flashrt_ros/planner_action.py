@@ -144,7 +144,7 @@ class PlanServer:
 
     def _tell_status(self, told: Told) -> None:
         if not told.text:
-            self._node.outputs.status()
+            self._node.outputs.publish_status()
 
 
 def read_goal(goal: PlanAction.Goal) -> PlanRequest:

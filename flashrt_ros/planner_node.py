@@ -7,28 +7,20 @@ activate takes goals of ~/plan; deactivate ends the plan that runs. Exit status:
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
-import gc
 import sys
-import time
 from typing import Any
 
 from rclpy.callback_groups import MutuallyExclusiveCallbackGroup
 from std_msgs.msg import String
 
-from flashrt_core.capsule import CapsuleStore
-from flashrt_core.errors import ConfigError
-from flashrt_core.errors import FlashrtError
 from flashrt_core.planners import make_planner
 from flashrt_core.planners import Planner
-from flashrt_core.planners.protocol import Session
 from flashrt_core.runtime import pick_backend
 from flashrt_ros import qos
 from flashrt_ros.admission import Admission
 from flashrt_ros.capsule_services import CapsuleServices
 from flashrt_ros.config_files import here_or_below_config
 from flashrt_ros.executor_services import RESERVED_CAUSES
-from flashrt_ros.lifecycle import SafeLifecycleNode
-from flashrt_ros.main import EXIT_DEVICE_LOST
 from flashrt_ros.main import run_node
 from flashrt_ros.main import StopRequest
 from flashrt_ros.msg import PlannerStatus
@@ -47,15 +39,13 @@ from flashrt_ros.planner_parameters import planner_parameters
 from flashrt_ros.planner_report import PlannerReport
 from flashrt_ros.planner_verbs import PlannerVerbs
 from flashrt_ros.service_frame import ServiceFrame
+from flashrt_ros.session_node import SessionNode
 from flashrt_ros.subgoals import OUTCOMES
 
 _OUTCOMES = {getattr(SubgoalOutcome, name.upper()): name for name in OUTCOMES}
-# Shares of configure's progress by the stages that a planner reports while it binds.
-_STAGES = {'load': ('loading', 0.0, 0.5), 'bind': ('binding', 0.5, 0.1),
-           'capture': ('capturing', 0.6, 0.25), 'warm up': ('warming up', 0.85, 0.05)}
 
 
-class PlannerNode(SafeLifecycleNode):
+class PlannerNode(SessionNode):
     """One planner for one executor; see config/planner.yaml and doc/planner_parameters.md."""
 
     def __init__(self, stop: StopRequest | None = None, *, executor: Any = None,
@@ -67,23 +57,13 @@ class PlannerNode(SafeLifecycleNode):
         :param kwargs: of rclpy's Node.
         :raises ConfigError: a parameter given at start is refused.
         """
-        super().__init__('planner', **kwargs)
-        self._stop_request = stop or StopRequest()
-        self.parameters = planner_parameters()
-        self.parameters.declare(self)
+        super().__init__('planner', stop, planner_parameters(), **kwargs)
         self.parameters.on_refusal(self.count_refusal)
         self.engine: PlannerEngine | None = None
         self.verbs: PlannerVerbs | None = None
-        self.store: CapsuleStore | None = None
         self.admission: Admission | None = None
-        # Asked before a capture; in bringup the executor must not run meanwhile.
-        self.may_configure: Callable[[], None] = lambda: None
         # Gives the family; a bench gives one whose random weights are drawn on the device.
         self.make_planner: Callable[[str], Planner] = make_planner
-        self.ready_after_s = 0.0
-        self._stage, self._stage_progress = '', 0.0
-        self._session: Session | None = None
-        self._ending = False
         self._scene = ''
         self._last_code = ''
         self.report = PlannerReport(self)
@@ -102,25 +82,19 @@ class PlannerNode(SafeLifecycleNode):
         # Of its own: the next instruction is taken when this one's plan has begun.
         self._listen(String, '~/instruction', self._on_instruction, qos.command(),
                      MutuallyExclusiveCallbackGroup())
-        self.outputs.status()
+        self.outputs.publish_status()
 
     # -- lifecycle, on the transition thread ----------------------------------------------------
 
-    def configure(self) -> None:
+    def load(self) -> str:
         """Load, bind, capture, read and pin the context."""
-        begun = time.monotonic()
-        self.may_configure()
         of = self.parameters
         check_at_configure(of)
-        self._told('load', 0.0)
         grammar = find_grammar(of['grammar'])
         backend = pick_backend(of['device'], of['stream_priority'])
         self._session = session = self.make_planner(of['planner']).bind(
             backend, here_or_below_config(of['planner_config']), self._told)
-        self.store = store = CapsuleStore(
-            backend, of['capsule_gpu_bytes'], of['capsule_host_bytes'], of['capsule_disk_bytes'],
-            of['capsule_directory'] or None, of['allow_disk_capsules'])
-        store.prepare(session.boundary, MARKS)
+        store = self.open_store(backend, MARKS)
         language = Language(session, grammar, form=of['prompt_form'],
                             system_prompt=of['system_prompt'])
         engine = PlannerEngine(session, store, language, self.link, of, self.report.counters,
@@ -130,18 +104,13 @@ class PlannerNode(SafeLifecycleNode):
                 self.report.counters, expects_ticks=self._executor.expects_ticks,
                 margin_s=of['admission_margin_s'])
             session.lane.gate = self.admission
-        self._enter('reading context', 0.9)
+        self._told('reading context', 0.0)
         engine.read_context()
         engine.warm_up()
         self.engine, self.verbs = engine, PlannerVerbs(engine, store, of, self.outputs)
-        gc.collect()
-        gc.freeze()
-        self.ready_after_s = time.monotonic() - begun
-        self._stage = ''
-        self.get_logger().info(
-            f'{of["planner"]} ({of["planner_config"]}) on {backend.device} is ready after '
-            f'{self.ready_after_s:.1f} s; {engine.context_tokens} tokens of context are pinned, '
-            f'subgoals go out by {self.link.kind}')
+        return (f'{of["planner"]} ({of["planner_config"]}) on {backend.device}, '
+                f'{engine.context_tokens} tokens of context pinned, subgoals out by '
+                f'{self.link.kind}')
 
     def activate(self) -> None:
         """Take goals; between the executor's ticks from now on."""
@@ -163,18 +132,8 @@ class PlannerNode(SafeLifecycleNode):
             self._session.lane.gate = None
         if self.engine is not None:
             self.engine.close()
-        if self._session is not None:
-            self._session.close()
-        if self.store is not None:
-            self.store.close()
-        self.engine = self.verbs = self.store = self._session = self.admission = None
-        self._stage = ''
-        gc.unfreeze()
-        gc.collect()
-
-    def on_state_change(self) -> None:
-        """Publish the status of the new state."""
-        self.outputs.status()
+        self.verbs = self.admission = None
+        self.free()
 
     def stop(self, timeout_s: float) -> bool:
         """End in order; False when a transition did not end in time."""
@@ -191,26 +150,13 @@ class PlannerNode(SafeLifecycleNode):
     @property
     def phase(self) -> str:
         """What the node does now, in the words of ~/status."""
-        if self._stage:
-            return self._stage
-        if self.last_transition_error:
-            return 'failed'
+        if self.configuring:
+            return self.configuring
         engine = self.engine
         if engine is None:
             return 'unconfigured'
         plan = engine.plan
         return 'ready' if plan is None or plan.ended.done() else plan.phase
-
-    @property
-    def configured(self) -> bool:
-        """Whether there is a session to serve."""
-        return self.engine is not None
-
-    @property
-    def session_name(self) -> str:
-        """Name under which the store keeps this node's capsules."""
-        assert self._session is not None
-        return str(self._session.boundary.session)
 
     @property
     def epoch(self) -> int:
@@ -224,10 +170,6 @@ class PlannerNode(SafeLifecycleNode):
             return f'the node is {self.state_label}'
         return (f'now {self.state_label}, {self.phase}, plan {engine.plans}, '
                 f'{engine.session.position} tokens in the state')
-
-    def count_refusal(self, error: Exception) -> None:
-        """Count a refusal by its code, for diagnostics."""
-        self.report.refused(error.code if isinstance(error, FlashrtError) else 'internal')
 
     # -- what is heard --------------------------------------------------------------------------
 
@@ -271,22 +213,10 @@ class PlannerNode(SafeLifecycleNode):
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _told(self, stage: str, fraction: float) -> None:
-        """Take a planner's progress; the place where a configure under way can be ended."""
-        if self._ending:
-            raise ConfigError('configure was given up because the node is ending; start it anew')
-        words, begin, share = _STAGES.get(stage, (stage, 0.9, 0.05))
-        self._enter(words, begin + share * min(max(fraction, 0.0), 1.0))
-
-    def _enter(self, words: str, progress: float) -> None:
-        if words != self._stage or progress - self._stage_progress >= 0.01:
-            self._stage, self._stage_progress = words, progress
-            self.outputs.status()
-
     def _fill_status(self, message: PlannerStatus) -> None:
         of, engine = self.parameters, self.engine
         message.state, message.phase = self.state_label, self.phase
-        message.progress = self._stage_progress if self._stage else float(engine is not None)
+        message.progress = self.progress
         message.planner, message.link = f'{of["planner"]} ({of["planner_config"]})', self.link.kind
         if engine is None:
             return
@@ -302,11 +232,6 @@ class PlannerNode(SafeLifecycleNode):
             if plan.ended.done():
                 self._last_code = plan.ended.result().code
         message.code = self._last_code
-
-    def _device_lost(self, error: FlashrtError) -> None:
-        self.get_logger().fatal(
-            f'[{error.code}] {error}; exit status {EXIT_DEVICE_LOST}, to be respawned')
-        self._stop_request.set(f'{error.code}: {error}', EXIT_DEVICE_LOST)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

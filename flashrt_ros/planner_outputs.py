@@ -35,7 +35,7 @@ class PlannerOutputs:
         message.header.stamp = self._node.get_clock().now().to_msg()
         self._events.publish(message)
 
-    def status(self) -> None:
+    def publish_status(self) -> None:
         """Publish the status as it is now; the last one published is the newest."""
         with self._lock:
             message = PlannerStatus()

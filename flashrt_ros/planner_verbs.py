@@ -74,5 +74,5 @@ class PlannerVerbs:
         self._outputs.event(kind, report.id, {
             'restore_us': report.us, 'bytes': report.bytes, 'source': report.source,
             'position': report.position, 'bit_exact': report.bit_exact})
-        self._outputs.status()
+        self._outputs.publish_status()
         return report
