@@ -35,6 +35,7 @@ from flashrt_core.planners.qwen3_5 import NAMED
 from flashrt_core.planners.qwen3_5 import QWEN3_5
 from flashrt_core.planners.qwen3_5 import Qwen35Config
 from flashrt_core.planners.qwen3_5.load import load_constants
+from flashrt_core.planners.qwen3_5.weights import damped
 from flashrt_core.planners.session import PlannerSession
 from flashrt_core.policies.pi0.weights import WeightSpec
 from flashrt_core.runtime import Backend
@@ -255,8 +256,9 @@ def bound(rig: Rig, mtp: bool = True, precision: str = '') -> Iterator[Bench]:
             stages.add(stage)
             rig.clock.say(f'bind {c.precision}{"" if c.mtp else " without MTP"}: {stage}')
 
+    quantised = configure(rig.arguments, backend.device)[0].precision != 'bf16'
     family = replace(QWEN3_5, load_constants=partial(load_constants, draw=partial(
-        drawn, backend.device)))
+        drawn, backend.device, quantised)))
     if cuda:
         torch.cuda.empty_cache()
     before = device_bytes()
@@ -295,8 +297,13 @@ def budgets(arguments: argparse.Namespace, sizes: Sizes) -> tuple[int, int]:
     return sum(ready) + max(longest + OTHERS * short, max(arguments.contexts) * short), longest
 
 
-def drawn(device: torch.device, c: Qwen35Config, name: str, spec: WeightSpec) -> Tensor:
-    """Draw a weight on its device: the spread of ``random_tensor``, not its bits."""
+def drawn(device: torch.device, compared: bool, c: Qwen35Config, name: str,
+          spec: WeightSpec) -> Tensor:
+    """Draw a weight on its device: the spread of ``random_tensor``, not its bits.
+
+    :param compared: two precisions are: of 64 layers of equal weight, logits tell nothing of them.
+    """
+    spec = damped(c, name, spec) if compared else spec
     seed = int.from_bytes(hashlib.sha256(f'{c.weight_seed}/{name}'.encode()).digest()[:7], 'big')
     generator = torch.Generator(device).manual_seed(seed)
     reach = spec.scale * math.sqrt(3.0)

@@ -43,7 +43,7 @@ def measure(backend: Backend, c: Qwen35Config) -> Ceilings:
     """Measure the rates; on the CPU small products and copies."""
     found = measure_ceilings(backend.device, c.torch_dtype)
     eighths = c.precision == 'fp8' and backend.name == 'cuda'  # int4 is widened, the CPU imitates
-    products = _fp8_rate(backend) if eighths else found.flops
+    products = fp8_rate(backend.device) if eighths else found.flops
     size = HOST_COPY_BYTES // (64 if backend.name == 'cpu' else 1)
     source = backend.empty((size,), torch.uint8, host=True).fill_(1)
     target = backend.empty((size,), torch.uint8)
@@ -61,12 +61,12 @@ def measure(backend: Backend, c: Qwen35Config) -> Ceilings:
     return Ceilings(products, found.flops, found.bytes, host)
 
 
-def _fp8_rate(backend: Backend) -> float:
+def fp8_rate(device: torch.device) -> float:
     """Return the FLOP/s of a large product of E4M3 rows and channels with scales of their own."""
     n = MATMUL
-    data, scale = fp8.quantise_rows(torch.randn((n, n), device=backend.device))
+    data, scale = fp8.quantise_rows(torch.randn((n, n), device=device))
     weight = fp8.ChannelWeight(data, scale)
-    seconds = device_seconds(lambda: fp8.multiply(data, scale, weight), backend.device)
+    seconds = device_seconds(lambda: fp8.multiply(data, scale, weight), device)
     return 2 * n**3 / seconds
 
 

@@ -1,10 +1,12 @@
-"""The planner's kernels one by one at the sizes of a model, each beside its floor; CUDA only."""
+"""The planner's kernels one by one at the sizes of a model, each beside its floor; CUDA only.
+
+Products in each precision: of few rows by our kernels, of a chunk with what quantises their rows.
+"""
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
 from collections.abc import Iterator
-from dataclasses import dataclass
 from dataclasses import replace
 from functools import partial
 from itertools import product as combinations
@@ -14,6 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashrt_core.bench._kernels_products import Case
+from flashrt_core.bench._kernels_products import chunk_products
+from flashrt_core.bench._kernels_products import chunk_rows
+from flashrt_core.bench._kernels_products import gated
+from flashrt_core.bench._kernels_products import label
+from flashrt_core.bench._kernels_products import products
+from flashrt_core.bench._kernels_products import random
+from flashrt_core.bench._kernels_products import ROTATED
+from flashrt_core.bench._kernels_products import rotated
+from flashrt_core.bench._llm_work import fp8_rate
 from flashrt_core.bench._report import percentiles
 from flashrt_core.bench._report import Report
 from flashrt_core.bench.vla import Ceilings
@@ -24,32 +36,47 @@ from flashrt_core.kernels import decode_attention
 from flashrt_core.kernels import delta_chunk
 from flashrt_core.kernels import delta_step
 from flashrt_core.kernels import prefill_attention
+from flashrt_core.kernels import row_int4
 from flashrt_core.kernels import row_products
 from flashrt_core.kernels._launch import draw
 from flashrt_core.kernels._launch import overlaps
+from flashrt_core.nn import fp8
 from flashrt_core.planners.memory import Live
 from flashrt_core.planners.memory import Verify
 from flashrt_core.planners.qwen3_5 import fast
 from flashrt_core.planners.qwen3_5.config import load_config
+from flashrt_core.planners.qwen3_5.config import PRECISIONS
 from flashrt_core.planners.qwen3_5.config import Qwen35Config
+from flashrt_core.planners.qwen3_5.precision import quantise
+from flashrt_core.planners.qwen3_5.weights import damped
 from flashrt_core.planners.qwen3_5.weights import ROPE
 from flashrt_core.planners.qwen3_5.weights import rope_table
 from flashrt_core.planners.qwen3_5.weights import tensor_specs
 from flashrt_core.runtime import pick_backend
 
-ROTATED = 256 << 20   # bytes; inputs are rotated until they exceed the L2 cache this far
 LAYERS = 4            # of the model whose whole forward pass is timed
-
-
-@dataclass(frozen=True)
-class Case:
-    """One thing to time: ``launch(i)`` uses the inputs of set i; its operations and bytes."""
-
-    name: str
-    sets: int
-    launch: Callable[[int], object]
-    bytes: float
-    flops: float = 0.0
+Sweep = dict[str, dict[str, list[Any]]]
+TILES: dict[str, tuple[Sweep, ModuleType]] = {  # what a sweep tries
+    'bf16': ({
+        'wide': {'WIDE_TILE': [(32, 128, 4, 5), (64, 128, 4, 4), (32, 256, 4, 3), (64, 64, 4, 6),
+                               (128, 64, 8, 4)], 'EARLY': [0, 256, 1024]},
+        'split': {'SPLIT_TILE': [(32, 128, 4, 5), (64, 256, 8, 3), (128, 64, 8, 4)],
+                  'SPLITS': [2, 8]},
+        'gated': {'GATED_TILE': [(32, 128, 4, 4), (64, 64, 4, 4), (32, 64, 4, 5),
+                                 (64, 128, 8, 3)], 'EARLY': [0, 256]}}, row_products),
+    'fp8': ({
+        'wide': {'FP8_WIDE_TILE': [(32, 128, 4, 6), (64, 128, 4, 5), (64, 256, 4, 3),
+                                   (64, 256, 8, 4), (32, 512, 4, 3), (128, 128, 8, 4)],
+                 'EARLY': [0, 1024]},
+        'split': {'FP8_SPLIT_TILE': [(32, 256, 4, 4), (64, 128, 4, 5), (64, 256, 8, 4),
+                                     (128, 128, 8, 4)]},
+        'gated': {'FP8_GATED_TILE': [(32, 128, 4, 5), (32, 256, 4, 4), (64, 128, 4, 4),
+                                     (64, 256, 8, 3)], 'EARLY': [0, 1024]}}, row_products),
+    'int4': ({
+        'wide': {'WIDE_TILE': [(32, 4, 6), (128, 4, 4), (128, 8, 5), (64, 4, 3)]},
+        'split': {'WIDE_TILE': [(32, 4, 6), (128, 8, 5)]},
+        'gated': {'GATED_TILE': [(64, 4, 4), (64, 8, 5), (32, 4, 3)]}}, row_int4),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,6 +85,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--rows', type=int, nargs='+', default=[1, 5, 16])
     parser.add_argument('--lengths', type=int, nargs='+', default=[2048, 16384])
     parser.add_argument('--tokens', type=int, default=2048, help='of a prefill chunk')
+    parser.add_argument('--precisions', nargs='+', default=list(PRECISIONS), choices=PRECISIONS,
+                        help='of the products (default: all that the GPU has)')
     parser.add_argument('--only', default='', help='cases whose name contains this')
     parser.add_argument('--repeats', type=int, default=30)
     parser.add_argument('--sweep', action='store_true', help='try other tiles, too')
@@ -77,17 +106,20 @@ def run(arguments: argparse.Namespace) -> Report:
     report = Report('kernels', details={'config': arguments.config})
     ceilings = measure_ceilings(device, c.torch_dtype)
     report.details['ceilings'] = vars(ceilings)
-    groups: list[tuple[ModuleType, dict[str, list[Any]], Callable[[], Iterator[Case]]]] = [
-        (row_products, {'WIDE_TILE': [(32, 128, 4, 5), (64, 128, 4, 4), (32, 256, 4, 3),
-                                      (64, 64, 4, 6), (128, 64, 8, 4)],
-                        'EARLY': [0, 256, 1024]},
-         lambda: products(c, device, arguments.rows, split=False)),
-        (row_products, {'SPLIT_TILE': [(32, 128, 4, 5), (64, 256, 8, 3), (128, 64, 8, 4)],
-                        'SPLITS': [2, 8]},
-         lambda: products(c, device, arguments.rows, split=True)),
-        (row_products, {'GATED_TILE': [(32, 128, 4, 4), (64, 64, 4, 4), (32, 64, 4, 5),
-                                       (64, 128, 8, 3)], 'EARLY': [0, 256]},
-         lambda: gated(c, device, arguments.rows)),
+    groups: list[tuple[ModuleType, dict[str, list[Any]], Callable[[], Iterator[Case]]]] = []
+    precisions = [p for p in arguments.precisions if p != 'fp8' or fp8.multiplies(device)]
+    for p in (replace(c, precision=precision) for precision in precisions):
+        tile, module = TILES[p.precision]
+        groups += [
+            (module, tile.get('wide', {}), partial(products, p, device, arguments.rows, False)),
+            (module, tile.get('split', {}), partial(products, p, device, arguments.rows, True)),
+            (module, tile.get('gated', {}), partial(gated, p, device, arguments.rows)),
+            (fast, {}, partial(chunk_rows, p, device, arguments.tokens)),
+            (fast, {}, partial(chunk_products, p, device, arguments.tokens)),
+            (fast, {}, partial(layers, p, device, arguments.rows, arguments.lengths,
+                               arguments.tokens)),
+        ]
+    groups += [
         (delta_step, {'BV': [16, 64], 'STEP_WARPS': [2, 8]},
          lambda: steps(c, device, arguments.rows)),
         (decode_attention, {'SPLITS': [16, 64], 'SPLIT_WARPS': [2, 8]},
@@ -96,41 +128,46 @@ def run(arguments: argparse.Namespace) -> Report:
                        'SOLVE_WARPS': [8], 'TOKENS': [16, 64]},
          lambda: chunks(c, device, arguments.tokens)),
         (prefill_attention, {}, lambda: prefill(c, device, arguments.tokens, arguments.lengths)),
-        (fast, {}, lambda: layers(c, device, arguments.rows, arguments.lengths,
-                                  arguments.tokens)),
     ]
+    rate8 = fp8_rate(device) if 'fp8' in precisions else 0.0
+    attempt = partial(measure, report, ceilings, rate8, arguments)
     for module, options, cases in groups:
-        measure(report, ceilings, cases(), arguments, '')
+        attempt(cases, '')
         for name, values in options.items() if arguments.sweep else ():
             before = getattr(module, name)
             for value in values:
                 setattr(module, name, value)
-                try:
-                    measure(report, ceilings, cases(), arguments, f'{name} {value}')
-                except Exception as error:  # a tile that does not fit this GPU is a result
-                    report.add(what='refused', tile=f'{name} {value}: {type(error).__name__}')
-                finally:
-                    setattr(module, name, before)
+                attempt(cases, f'{name} {value}')
+                setattr(module, name, before)
     report.details['kernels'] = _triton.choices()
     report.notes += [
         'p50_us: a captured graph of the launches over, between them rotated inputs of more than '
         f'{ROTATED >> 20} MiB; parts: the kernels alone by the profiler, microseconds.',
         f'floor: the larger of bytes over {ceilings.bytes / 1e12:.2f} TB/s and operations over '
-        f'{ceilings.flops / 1e12:.0f} TFLOP/s, both measured in this run.']
+        f'{ceilings.flops / 1e12:.0f} TFLOP/s ({rate8 / 1e12:.0f} of E4M3), all measured in this '
+        'run.']
     return report
 
 
-def measure(report: Report, ceilings: Ceilings, cases: Iterator[Case],
-            arguments: argparse.Namespace, tile: str) -> None:
-    """Add one row for each case."""
-    for case in cases:
-        if arguments.only not in case.name:
-            continue
-        found = percentiles(timed(case, arguments.repeats))
-        floor = max(case.bytes / ceilings.bytes, case.flops / ceilings.flops) * 1e6
-        report.add(what=case.name, tile=tile or '-', p50_us=found['p50'], p99_us=found['p99'],
-                   floor_us=floor, of_floor=floor / found['p50'],
-                   parts='' if tile else parts(case))
+def measure(report: Report, ceilings: Ceilings, rate8: float, arguments: argparse.Namespace,
+            cases: Callable[[], Iterator[Case]], tile: str) -> None:
+    """Add one row for each case; a tile that does not fit this GPU is a result, too."""
+    try:
+        for case in cases():
+            if arguments.only in case.name:
+                _measure(report, ceilings, rate8, arguments, case, tile)
+    except Exception as error:
+        why = f'{type(error).__name__}: {error}'[:200]
+        report.add(what='refused', tile=tile or '-', parts=why)
+
+
+def _measure(report: Report, ceilings: Ceilings, rate8: float, arguments: argparse.Namespace,
+             case: Case, tile: str) -> None:
+    found = percentiles(timed(case, arguments.repeats))
+    computing = case.flops / ceilings.flops + (case.flops8 / rate8 if case.flops8 else 0.0)
+    floor = max(case.bytes / ceilings.bytes, computing) * 1e6
+    report.add(what=case.name, tile=tile or '-', p50_us=found['p50'], p99_us=found['p99'],
+               floor_us=floor, of_floor=floor / found['p50'], parts='' if tile else parts(case))
 
 
 @torch.no_grad()
@@ -173,46 +210,6 @@ def parts(case: Case) -> str:
             spent[name] = spent.get(name, 0.0) + event.time_range.elapsed_us() / case.sets
     largest = sorted(spent.items(), key=lambda item: -item[1])[:6]
     return ', '.join(f'{name} {us:.1f}' for name, us in largest)
-
-
-def rotated(nbytes: float) -> int:
-    """Return how many sets of inputs exceed the cache."""
-    return max(1, min(64, -(-ROTATED // int(nbytes))))
-
-
-def products(c: Qwen35Config, device: torch.device, rows: list[int],
-             split: bool) -> Iterator[Case]:
-    """Yield the products of a layer and the head; with ``split`` those that leave sums."""
-    V, dtype, pdl = c.value_heads * c.value_dim, c.torch_dtype, overlaps(device)
-    wide = {'mix': (c.channels + V + 2 * c.value_heads, c.width),
-            'qkv': (2 * c.q_dim + 2 * c.kv_dim, c.width), 'head': (c.vocab, c.width)}
-    narrow = {'out': (c.width, c.q_dim), 'down': (c.width, c.mlp)}
-    for name, (N, K) in (narrow if split else wide).items():
-        sets = rotated(2 * N * K)
-        weights = [random(device, dtype, N, K) for _ in range(sets)]
-        for M in rows:
-            a = draw(device, dtype, M, K)
-            shape = (row_products.SPLITS, M, N) if split else (M, N)
-            out = torch.empty(shape, device=device, dtype=torch.float32 if split else dtype)
-            launch = partial(_multiply, row_products.product, a, weights, out, pdl)
-            yield Case(f'{name}, M={M}', sets, launch, 2 * N * K, 2 * M * N * K)
-
-
-def gated(c: Qwen35Config, device: torch.device, rows: list[int]) -> Iterator[Case]:
-    """Yield the gated product of the MLP."""
-    N, K, pdl = c.mlp, c.width, overlaps(device)
-    sets = rotated(4 * N * K)
-    weights = [random(device, c.torch_dtype, 2 * N, K) for _ in range(sets)]
-    for M in rows:
-        a = draw(device, c.torch_dtype, M, K)
-        out = torch.empty((M, N), device=device, dtype=c.torch_dtype)
-        launch = partial(_multiply, row_products.gated, a, weights, out, pdl)
-        yield Case(f'gate_up, M={M}', sets, launch, 4 * N * K, 4 * M * N * K)
-
-
-def _multiply(product: Callable[..., None], a: Tensor, weights: list[Tensor], out: Tensor,
-              pdl: bool, i: int) -> None:
-    product(a, weights[i], out, pdl)
 
 
 def steps(c: Qwen35Config, device: torch.device, rows: list[int]) -> Iterator[Case]:
@@ -304,23 +301,27 @@ def layers(c: Qwen35Config, device: torch.device, rows: list[int], lengths: list
     c = replace(c, layers=LAYERS, vocab=2048, mtp=False, context=max(lengths) + max(rows) + T)
     if not fast.selected(c, device):
         return
-    b = {ROPE: rope_table(c).to(device)}
+    b, count, nbytes = {ROPE: rope_table(c).to(device)}, 0, 0
     for name, spec in tensor_specs(c).items():
+        spec = damped(c, name, spec)
         value = random(device, torch.float32, *spec.shape) * (spec.scale or 0.1)
-        b[name] = (value + spec.offset).to(spec.dtype)
+        kept = quantise(c, name, (value + spec.offset).to(spec.dtype))
+        if name.startswith('layers.') and len(spec.shape) == 2:
+            count += value.numel()
+            nbytes += sum(t.numel() * t.element_size() for t in kept.values())
+        b |= kept
     for buffer in fast.state_specs(c):
         b[buffer.name] = torch.zeros(buffer.shape, dtype=buffer.dtype, device=device)
-    weights = sum(t.numel() for n, t in b.items() if n.startswith('layers.') and t.dim() == 2)
     tokens = torch.randint(0, c.vocab, (max(T, *rows),), device=device, dtype=torch.int32)
     for length, M in combinations(lengths, rows):
         at = torch.full((), length, device=device)
         launch = partial(_rows, c, b, tokens[:M], at)
-        yield Case(f'{LAYERS} layers at {length}, M={M}', 1, launch,
-                   2 * weights + 4 * length * c.kv_dim, 2 * M * weights)
-    start, count = torch.tensor([0, T], device=device).unbind(0)
-    chunk = partial(fast.chunk, c, b, tokens[:T], start, count, c.context)
-    yield Case(f'{LAYERS} layers, chunk {T}', 1, partial(_once, chunk), 2 * weights,
-               2 * T * weights)
+        yield Case(label(c, f'{LAYERS} layers at {length}') + f', M={M}', 1, launch,
+                   nbytes + 4 * length * c.kv_dim, 2 * M * count)
+    start, valid = torch.tensor([0, T], device=device).unbind(0)
+    chunk = partial(fast.chunk, c, b, tokens[:T], start, valid, c.context)
+    work = {'flops8' if c.precision == 'fp8' else 'flops': 2.0 * T * count}
+    yield Case(label(c, f'{LAYERS} layers, chunk {T}'), 1, partial(_once, chunk), nbytes, **work)
 
 
 def _rows(c: Qwen35Config, b: dict[str, Tensor], tokens: Tensor, at: Tensor, i: int) -> None:
@@ -329,8 +330,3 @@ def _rows(c: Qwen35Config, b: dict[str, Tensor], tokens: Tensor, at: Tensor, i: 
     fast.rows(c, b, tokens, at + torch.arange(len(tokens), device=at.device), memory)
     if isinstance(memory, Verify):
         memory.accept(c, b, torch.ones_like(at))
-
-
-def random(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
-    """Return normals drawn on the device, for what is too large to draw on the host."""
-    return torch.randn(shape, device=device).to(dtype)

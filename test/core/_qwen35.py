@@ -14,6 +14,7 @@ from flashrt_core.planners.qwen3_5 import model
 from flashrt_core.planners.qwen3_5 import NAMED
 from flashrt_core.planners.qwen3_5 import Qwen35Config
 from flashrt_core.planners.qwen3_5.precision import quantise
+from flashrt_core.planners.qwen3_5.weights import damped
 from flashrt_core.planners.qwen3_5.weights import random_tensor
 from flashrt_core.planners.qwen3_5.weights import ROPE
 from flashrt_core.planners.qwen3_5.weights import rope_table
@@ -41,12 +42,19 @@ def weights(c: Qwen35Config) -> dict[str, Tensor]:
     return {**found, ROPE: rope_table(c)}
 
 
-def stored_weights(c: Qwen35Config) -> dict[str, Tensor]:
-    """The tensors of ``weights`` as the config's precision stores them."""
+def stored_weights(c: Qwen35Config, w: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """``w``, or else the tensors of ``weights``, as the config's precision stores them."""
     found: dict[str, Tensor] = {}
-    for name, tensor in weights(c).items():
+    for name, tensor in (w or weights(c)).items():
         found |= quantise(c, name, tensor)
     return found
+
+
+def damped_weights(c: Qwen35Config) -> dict[str, Tensor]:
+    """As ``weights``, such that an error of a product does not grow on its way to the logits."""
+    found = {name: random_tensor(c, name, damped(c, name, spec))
+             for name, spec in tensor_specs(c).items()}
+    return {**found, ROPE: rope_table(c)}
 
 
 def fresh(c: Qwen35Config, fill: float = 0.0) -> dict[str, Tensor]:

@@ -86,5 +86,39 @@ def test_values_that_are_not_finite_are_refused(bad: float) -> None:
         fp8.input_scale(0.0)
 
 
+def test_rows_scaled_as_they_come_use_the_whole_range_whatever_their_size() -> None:
+    x = normal(4, 64) * torch.tensor([1e-4, 1.0, 1e5, 0.0])[:, None]
+    q, scale = fp8.quantise_rows(x)
+    assert q.float().abs().amax(1).tolist() == [448.0, 448.0, 448.0, 0.0] and scale[3] == 1.0
+    weight = fp8.ChannelWeight(*fp8.quantise(normal(48, 64, seed=1)))
+    expected = (q.float() * scale[:, None]) @ weight.values().t()
+    found = fp8.multiply_reference(q, scale, weight)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    cosine = torch.cosine_similarity(found[:3], x[:3] @ normal(48, 64, seed=1).t())
+    assert bool((cosine > 0.998).all())
+
+
+def test_some_channels_of_a_weight_are_a_view_and_single_ones_are_looked_up() -> None:
+    weight = fp8.ChannelWeight(*fp8.quantise(normal(6, 16)))
+    few = weight.rows(slice(2, 5))
+    assert few.data.data_ptr() == weight.data[2:].data_ptr()
+    assert torch.equal(few.values(), weight.values()[2:5])
+    assert torch.equal(weight.look_up(torch.tensor([5, 0, 5])), weight.values()[[5, 0, 5]])
+
+
+def test_rows_that_are_not_finite_stay_so() -> None:
+    x = normal(3, 16)
+    x[1, 4] = float('nan')
+    q, scale = fp8.quantise_rows(x)
+    weight = fp8.ChannelWeight(*fp8.quantise(torch.eye(16)))
+    assert fp8.multiply_reference(q, scale, weight).isfinite().all(1).tolist() == [
+        True, False, True]
+
+
 def test_this_device_passes_the_check() -> None:
-    assert fp8.selected(torch.device('cpu'))
+    assert fp8.selected(torch.device('cpu')) and fp8.rows_selected(torch.device('cpu'))
+
+
+@pytest.mark.gpu
+def test_the_gpu_multiplies_rows_scaled_as_they_come() -> None:
+    assert fp8.rows_selected(torch.device('cuda', 0))

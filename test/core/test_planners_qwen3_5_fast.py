@@ -20,6 +20,8 @@ from flashrt_core.planners.qwen3_5 import NAMED
 from flashrt_core.planners.qwen3_5 import QWEN3_5
 from flashrt_core.planners.qwen3_5 import Qwen35Config
 from flashrt_core.planners.qwen3_5.config import PRECISIONS
+from flashrt_core.planners.qwen3_5.precision import quantise
+from flashrt_core.planners.qwen3_5.weights import damped
 from flashrt_core.planners.qwen3_5.weights import ROPE
 from flashrt_core.planners.qwen3_5.weights import rope_table
 from flashrt_core.planners.qwen3_5.weights import tensor_specs
@@ -41,9 +43,10 @@ def test_the_fast_forward_equals_the_plain_layers_in_tritons_interpreter(precisi
     assert child.stdout.count('passed') == 3
 
 
+@pytest.mark.parametrize('precision', PRECISIONS)
 @pytest.mark.parametrize('name', ['0.8b', '2b', '4b', '9b', '27b'])
-def test_every_published_size_fits_the_kernels(name):
-    assert fast.fits(NAMED[name][0])
+def test_every_published_size_fits_the_kernels(name, precision):
+    assert fast.fits(replace(NAMED[name][0], precision=precision))
 
 
 @pytest.mark.parametrize('change', [
@@ -56,20 +59,28 @@ def test_the_cpu_runs_the_plain_layers():
     assert QWEN3_5.forward_of(LARGE, torch.device('cpu')) is model
 
 
-@pytest.fixture(scope='module')
-def real() -> tuple[Qwen35Config, dict[str, torch.Tensor], torch.Tensor]:
-    """Four layers of the 27B with a short vocabulary behind START tokens, and their hidden."""
-    c = replace(LARGE, layers=4, vocab=2048, context=4096)
+def real_weights(c: Qwen35Config) -> dict[str, torch.Tensor]:
+    """Draw the weights on the device, stored as the precision of ``c`` says."""
     device, generator = torch.device('cuda'), torch.Generator('cuda').manual_seed(0)
     b = {ROPE: rope_table(c).to(device)}
     for name, spec in tensor_specs(c).items():
+        spec = damped(c, name, spec)
         value = torch.randn(spec.shape, device=device, generator=generator)
-        b[name] = (value * (spec.scale or 0.1) + spec.offset).to(spec.dtype)
+        drawn = (value * (spec.scale or 0.1) + spec.offset).bfloat16()
+        b |= quantise(c, name, drawn.to(spec.dtype))
+    return b
+
+
+@pytest.fixture(scope='module', params=PRECISIONS)
+def real(request) -> tuple[Qwen35Config, dict[str, torch.Tensor], torch.Tensor]:
+    """Four layers of the 27B with a short vocabulary behind START tokens, and their hidden."""
+    c = replace(LARGE, layers=4, vocab=2048, context=4096, precision=request.param)
+    b, device = real_weights(c), torch.device('cuda')
+    assert fast.selected(c, device)
     for spec in model.state_specs(c):
         fill = torch.nan if 'kv' in spec.name else 0.0
         b[spec.name] = torch.full(spec.shape, fill, device=device, dtype=spec.dtype)
-    tokens = torch.randint(0, c.vocab, (2048,), device=device, generator=generator,
-                           dtype=torch.int32)
+    tokens = some_tokens(c)
     plain = copied(c, b)
     at, length = torch.tensor([0, START], device=device).unbind(0)
     with torch.no_grad():
@@ -83,6 +94,12 @@ def real() -> tuple[Qwen35Config, dict[str, torch.Tensor], torch.Tensor]:
     return c, b, hidden
 
 
+def some_tokens(c: Qwen35Config) -> torch.Tensor:
+    generator = torch.Generator('cuda').manual_seed(1)
+    return torch.randint(0, c.vocab, (2048,), device='cuda', generator=generator,
+                         dtype=torch.int32)
+
+
 def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
     a, b = a.double().flatten(), b.double().flatten()
     return float(a @ b / a.norm() / b.norm())
@@ -90,6 +107,26 @@ def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
 
 def copied(c: Qwen35Config, b: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {**b, **{spec.name: b[spec.name].clone() for spec in model.state_specs(c)}}
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@torch.no_grad()
+def test_logits_at_real_size_point_where_those_of_float32_do(real):
+    c, b, hidden = real
+    least = {'bf16': 0.999, 'fp8': 0.995, 'int4': 0.98}[c.precision]
+    exact, tokens = replace(c, dtype='float32', precision='bf16'), some_tokens(c)
+    plain = real_weights(exact)
+    for spec in model.state_specs(exact):
+        plain[spec.name] = torch.zeros(spec.shape, device='cuda', dtype=spec.dtype)
+    at, length = torch.tensor([0, START], device='cuda').unbind(0)
+    expected = model.chunk(exact, plain, tokens, at, length, c.context)[:START]
+    found, wanted = fast.head(c, b, hidden), model.head(exact, plain, expected)
+    assert float(torch.cosine_similarity(found, wanted).min()) > least
+    live = copied(c, b)
+    row = fast.rows(c, live, tokens[:1], length[None], Live(c, live, length))
+    other = model.rows(exact, plain, tokens[:1], length[None], Live(exact, plain, length))
+    assert cosine(fast.head(c, b, row), model.head(exact, plain, other)) > least
 
 
 @pytest.mark.gpu
