@@ -1,27 +1,52 @@
-"""The small trained models that the package brings along: a policy and a planner."""
+"""Where the two trained small models lie: resource/models, in the source tree or as installed."""
 
 import os
 from pathlib import Path
 import sys
 
-NAMES = ('policy', 'planner')
+from flashrt_core.errors import ConfigError
+
+FILES = {
+    'policy': ('policy.yaml', 'policy.safetensors'),
+    'planner': ('planner.yaml', 'planner.safetensors', 'tokenizer.json'),
+}
+HOW = {'policy': 'python -m flashrt_core.tabletop.train_policy all --out {0}',
+       'planner': 'python -m flashrt_core.tabletop.train_planner train --out {0}'}
 
 
 def trained(name: str) -> Path | None:
-    """Return the config file of a shipped trained model, in the source tree or as installed.
+    """Return the config of the trained 'policy' or 'planner', None where it is not shipped.
 
-    :param name: one of NAMES; its folder holds ``<name>.yaml`` and what that names.
-    :return: None where it is not shipped.
+    :raises ConfigError: another name, or some of its files are there and others are not.
     """
-    for folder in _folders():
-        config = folder / name / f'{name}.yaml'
-        if config.is_file():
-            return config
+    if name not in FILES:
+        raise ConfigError(f'there is no trained {name!r}; there are {", ".join(FILES)}')
+    for folder in _folders(name):
+        missing = [file for file in FILES[name] if not (folder / file).is_file()]
+        if not missing:
+            return folder / FILES[name][0]
+        if len(missing) < len(FILES[name]):
+            raise ConfigError(f'{folder} lacks {", ".join(missing)}; install the package again, '
+                              'or remove the folder')
     return None
 
 
-def _folders() -> list[Path]:
-    prefixes = [*os.environ.get('AMENT_PREFIX_PATH', '').split(os.pathsep), sys.prefix]
-    return [Path(__file__).resolve().parents[2] / 'resource' / 'models',
-            *(Path(prefix) / 'share' / 'flashrt_ros' / 'resource' / 'models'
-              for prefix in prefixes if prefix)]
+def needed(name: str) -> Path:
+    """Return the config of the trained 'policy' or 'planner'.
+
+    :raises ConfigError: it is not shipped; says how to train it.
+    """
+    found = trained(name)
+    if found is None:
+        places = [str(folder) for folder in _folders(name)]
+        raise ConfigError(f'no trained {name} in {", ".join(places)}; train one: '
+                          f'{HOW[name].format(places[0])}')
+    return found
+
+
+def _folders(name: str) -> list[Path]:
+    folders = [Path(__file__).resolve().parents[2] / 'resource']
+    for prefix in [*os.environ.get('AMENT_PREFIX_PATH', '').split(os.pathsep), sys.prefix]:
+        if prefix:
+            folders.append(Path(prefix) / 'share' / 'flashrt_ros' / 'resource')
+    return list(dict.fromkeys(folder / 'models' / name for folder in folders))

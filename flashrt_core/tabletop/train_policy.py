@@ -55,6 +55,7 @@ WEIGHTS, CONFIG, EXPERT, OWN = (
     'policy.safetensors', 'policy.yaml', 'expert.safetensors', 'own.safetensors')
 UNITS = ('rad', 'rad', 'rad', '1', 'probability')
 TURN = 'turn{}'
+CANDIDATES = 8  # that a tick may choose from
 TIMED = 'timed'
 SPARE_S = 12.0         # to write what was learnt
 ROUND_S = 30.0         # from one version of the policy that records episodes to the next
@@ -73,7 +74,8 @@ def sizes() -> Pi0Config:
         prompt_tokens=dataset.SLOTS, subgoal_tokens=dataset.SLOTS, flow_steps=5,
         horizon=dataset.HORIZON, state_dim=4, action_dim=dataset.ACTIONS, state_width=4,
         action_width=8, units=UNITS,
-        relative=(0, 1, 2), statistics=Statistics(), blend_steps=0, rows=1, row_keys=(1,),
+        relative=(0, 1, 2), statistics=Statistics(), blend_steps=0, rows=CANDIDATES,
+        row_keys=(1,), best_of_keys=(CANDIDATES,),
     )  # fmt: skip
 
 
@@ -213,7 +215,8 @@ def _config_text(c: Pi0Config) -> str:
                  'action_dim', 'state_width', 'action_width', 'blend_steps', 'rows'):  # fmt: skip
         record[name] = getattr(c, name)
     record |= {'units': list(c.units), 'relative': list(c.relative),
-               'row_keys': list(c.row_keys), 'weights': WEIGHTS}
+               'row_keys': list(c.row_keys), 'best_of_keys': list(c.best_of_keys),
+               'weights': WEIGHTS}
     return ('# The small policy of the tabletop. The last action is the probability that the '
             'subgoal is done.\n' + yaml.safe_dump(record, sort_keys=False))
 

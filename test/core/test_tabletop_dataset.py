@@ -64,7 +64,7 @@ def test_no_goal_of_training_pairs_held_out_colours() -> None:
     assert seen == {'put', 'pick', 'home'}
 
 
-def test_frames_are_what_the_executor_makes_of_the_robots_cameras(samples: dataset.Samples) -> None:
+def test_frames_are_what_the_executor_makes_of_the_cameras(samples: dataset.Samples) -> None:
     frames = dataset.draw_frames(samples.states[:2], 42)
     state = WorldState.from_vector(samples.states[1])
     for at, view in enumerate(('top', 'wrist')):
