@@ -13,6 +13,8 @@ import torch
 
 from flashrt_core.bench._report import percentiles
 from flashrt_core.bench._report import Report
+from flashrt_core.bench._vla_state import state_rows
+from flashrt_core.bench._vla_state import with_branches
 from flashrt_core.kernels import _triton
 from flashrt_core.policies import TickInput
 from flashrt_core.policies.normalise import Statistics
@@ -29,6 +31,7 @@ from flashrt_core.policies.pi0.inputs import write_input
 from flashrt_core.runtime import pick_backend
 
 WARM_UP = 20
+STATE_REPEATS = 200  # of each verb and each kind of tick in the tables of state
 CHECKED = 8        # ticks whose actions are compared afterwards
 MATMUL = 8192      # size of the product that gives the arithmetic ceiling
 COPY_BYTES = 1 << 30
@@ -73,12 +76,13 @@ def run(arguments: argparse.Namespace) -> Report:
     report.details['ceilings'] = vars(ceilings)
     reference = Reference(base, backend.device) if arguments.reference else None
     for views in arguments.views:
-        c = replace(base, views=tuple(f'view{i}' for i in range(views)))
+        c = with_branches(replace(base, views=tuple(f'view{i}' for i in range(views))))
         begin = time.perf_counter()
         session = Pi0Policy().bind(backend, c)
         bound_s = time.perf_counter() - begin
         try:
             row = _measure(session, ceilings, arguments.repeats, report)
+            state = state_rows(session, _inputs(c, min(arguments.repeats, STATE_REPEATS)))
             if views == arguments.views[-1]:  # the profiler slows every launch after it
                 row['kernels'] = _kernels(session)
         finally:
@@ -87,6 +91,7 @@ def run(arguments: argparse.Namespace) -> Report:
         if reference is not None:
             row['transformers_ms'] = reference.milliseconds(views)
         report.add(**row, bind_s=bound_s)
+        report.rows += state
     report.details['kernels'] = _triton.choices()
     report.notes += [
         'tick: submit to result in the calling thread, new pixels and noise each time; vision, '

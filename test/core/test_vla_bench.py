@@ -20,8 +20,12 @@ def test_the_bench_reports_segments_floor_and_cosine_for_each_number_of_views(
                  '3', '--prompt', '8', '--out', str(tmp_path)]) == 0
     assert 'denoise_ms' in capsys.readouterr().out
     (path,) = tmp_path.glob('vla-*.json')
-    rows = json.loads(path.read_text())['rows']
+    every = json.loads(path.read_text())['rows']
+    rows = [row for row in every if 'table' not in row]
     assert [row['views'] for row in rows] == [1, 2]
+    assert {row['table'] for row in every if 'table' in row} == {
+        f'{table}, {n} views' for table in ('ticks', 'state') for n in (1, 2)}
+    assert all(row['exact'] for row in every if row.get('table', '').startswith('state'))
     for row in rows:
         assert row['cosine'] > 0.999999 and row['forward'] == 'model'
         assert all(row[f'{name}_ms'] > 0 for name in ('vision', 'prefix', 'denoise', 'floor'))
@@ -33,7 +37,7 @@ def test_the_bench_runs_pi05_whose_state_is_part_of_its_language(
                  '2', '--prompt', '40', '--out', str(tmp_path)]) == 0
     capsys.readouterr()
     (path,) = tmp_path.glob('vla-*.json')
-    (row,) = json.loads(path.read_text())['rows']
+    row = json.loads(path.read_text())['rows'][0]
     assert row['cosine'] > 0.999999 and row['forward'] == 'pi05'
 
 
