@@ -3,18 +3,15 @@
 from typing import Any
 
 from flashrt_core.errors import FlashrtError
-from flashrt_ros.capsule_services import add_store_usage
-from flashrt_ros.diagnostics import Diagnostics
 from flashrt_ros.diagnostics import ERROR
-from flashrt_ros.diagnostics import FaultLog
 from flashrt_ros.diagnostics import Section
 from flashrt_ros.diagnostics import WARN
 from flashrt_ros.hold import Cause
 from flashrt_ros.lifecycle import ACTIVE
-from flashrt_ros.statistics import Counters
+from flashrt_ros.session_report import SessionReport
 
 
-class ExecutorReport:
+class ExecutorReport(SessionReport):
     """Counters of one executor and the sections made of them."""
 
     def __init__(self, node: Any) -> None:
@@ -22,30 +19,8 @@ class ExecutorReport:
 
         :param node: the executor node; read when a section is filled.
         """
-        self._node = node
-        self.counters = Counters()
-        self.refusals = Counters()
-        self.faults = FaultLog()
-        self._diagnostics = Diagnostics(node, hardware_id='flashrt executor')
-        for name, fill in (('state', self._state), ('ticks', self._ticks), ('steps', self._steps),
-                           ('observations', self._observations), ('capsules', self._capsules),
-                           ('refusals', self._refusals)):
-            self._diagnostics.add(name, fill)
-
-    def sections(self) -> dict[str, Section]:
-        """Return every section as it is now."""
-        return self._diagnostics.report()
-
-    def refused(self, code: str) -> None:
-        """Count a refusal by its error code."""
-        self.refusals.declare([code])
-        self.refusals.add(code)
-
-    def qos_mismatch(self, topic: str, sentence: str) -> None:
-        """Note an incompatible publisher or subscriber."""
-        self.refused('qos_incompatible')
-        if self.faults.set(f'qos {topic}', ERROR, sentence):
-            self._node.get_logger().error(sentence)
+        super().__init__(node, 'executor', '~/reset or ~/restore', ticks=self._ticks,
+                         steps=self._steps, observations=self._observations)
 
     def stream_refused(self, stream: str, error: FlashrtError) -> None:
         """Note a refused message; one log line until the stream is good again."""
@@ -61,10 +36,8 @@ class ExecutorReport:
     # -- sections, on the executor thread -------------------------------------------------------
 
     def _state(self, section: Section) -> None:
+        super()._state(section)
         node, control = self._node, self._node.control
-        section.add('lifecycle', node.state_label)
-        section.add('phase', node.phase)
-        section.add('ready_after_s', node.ready_after_s)
         name = node.get_fully_qualified_name()
         if node.count_publishers(f'{name}/status') > 1:
             told = (f'another node is called {name} too and may command the same robot; end one '
@@ -74,8 +47,6 @@ class ExecutorReport:
                 node.get_logger().error(told)
         else:
             self.faults.clear('twin')
-        if node.last_transition_error:
-            section.worsen(ERROR, node.last_transition_error)
         if control is None:
             return
         for key, value in vars(control.progress).items():
@@ -83,10 +54,7 @@ class ExecutorReport:
         causes = control.holds.causes
         section.add('hold_causes', ', '.join(causes))
         section.add('latched', control.holds.latched)
-        poisoned = node.engine.session.boundary.poisoned
-        if poisoned:
-            section.worsen(ERROR, f'session is poisoned: {poisoned}; ~/reset or ~/restore')
-        elif causes and node.state_label == ACTIVE:
+        if causes and node.state_label == ACTIVE:
             section.worsen(WARN, f'holding: {", ".join(causes)}')
 
     def _ticks(self, section: Section) -> None:
@@ -133,12 +101,3 @@ class ExecutorReport:
                 section.add(f'{stream} age_s', (now.now_ns - sample.stamp_ns) / 1e9)
         if Cause.OBSERVATION in self._node.control.holds.causes:
             section.worsen(ERROR, 'holding: the observations cannot be used, see ~/events')
-
-    def _capsules(self, section: Section) -> None:
-        store = self._node.store
-        if store is None:
-            return
-        add_store_usage(section, store)
-
-    def _refusals(self, section: Section) -> None:
-        section.add_counts(self.refusals.snapshot())
