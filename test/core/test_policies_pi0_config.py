@@ -1,13 +1,16 @@
 """Pi0's config: names, files, overrides, and what is refused."""
 from __future__ import annotations
 
+from dataclasses import fields
 from dataclasses import replace
 import math
 from pathlib import Path
+import re
 from typing import Any
 
 from _pi0 import SMALL
 import pytest
+import yaml
 
 from flashrt_core.errors import ConfigError
 from flashrt_core.errors import OutOfMemory
@@ -17,6 +20,7 @@ from flashrt_core.policies.pi0 import Pi0Policy
 from flashrt_core.policies.pi0 import Statistics
 from flashrt_core.policies.pi0.config import NAMED
 from flashrt_core.policies.pi0.config import PI0
+from flashrt_core.policies.pi0.config import Pi0Config
 from flashrt_core.policies.pi0.config import PI05
 from flashrt_core.policies.pi0.modulation import source_specs
 from flashrt_core.policies.pi0.modulation import table_spec
@@ -33,6 +37,23 @@ CONFIG = Path(__file__).parents[2] / 'config'
 def test_a_name_and_its_file_give_the_same_config(name, file):
     file = CONFIG / f'{file}.yaml'
     assert load_config(name) == load_config(file) == load_config(str(file)) == NAMED[name]
+
+
+@pytest.mark.parametrize('file', ['pi0', 'pi05'])
+def test_the_file_of_a_published_size_gives_every_setting_there_is(file):
+    text = (CONFIG / f'{file}.yaml').read_text()
+    uncommented = re.sub(r'^# (?=statistics:|  \w)', '', text, flags=re.M)
+    given = yaml.safe_load(text) | yaml.safe_load(uncommented)
+    named = {f.name for f in fields(Pi0Config)} - {'family'}  # the base's, checked against policy
+    if file == 'pi0':
+        named -= {'state_tokens'}  # none
+    assert set(given) == named | {'policy', 'base'}
+    for part in ('vision', 'prefix', 'expert', 'statistics'):
+        assert set(given[part]) == {f.name for f in fields(getattr(PI0, part))}, part
+    settings = [line for line in text.splitlines() if re.match(r'(# )? *\w+: ', line)]
+    bare = [line for line in settings if '#' not in line[2:] and not line.startswith('#')]
+    assert {line.split(':')[0] for line in bare} <= {
+        'policy', 'vocab', 'action_width', 'max_period', 'vision', 'prefix', 'expert'}, bare
 
 
 def test_a_mapping_overrides_single_values_of_its_base():
