@@ -71,7 +71,7 @@ class PlannerClient:
         :param name: of the planner, relative to the node's namespace or full.
         :param changed: called after each message, for those who wait.
         """
-        self._wait, self._changed = wait, changed
+        self._node, self._wait, self._changed = node, wait, changed
         self._client = ActionClient(
             node, Plan, f'{name}/plan', feedback_sub_qos_profile=QoSProfile(depth=FEEDBACK_DEPTH))
         self._list = node.create_client(ListCapsules, f'{name}/list_capsules')
@@ -97,10 +97,11 @@ class PlannerClient:
             call.feedback.append(message.feedback)
             self._changed()
 
-        sent = self._client.send_goal_async(
-            Plan.Goal(instruction=instruction, scene=scene, wait=True, priority=priority,
-                      preempt=preempt, deadline_s=deadline_s), feedback_callback=hear)
-        call.handle = self._answer(sent, 'the planner to take a goal')
+        goal = Plan.Goal(instruction=instruction, scene=scene, wait=True, priority=priority,
+                         preempt=preempt, deadline_s=deadline_s)
+        call.handle = self._answer(
+            self._sent(lambda: self._client.send_goal_async(goal, feedback_callback=hear)),
+            'the planner to take a goal')
         if not call.handle.accepted:
             raise PlanRefused(f'the planner has not taken {instruction!r:.120}; is it active?')
 
@@ -108,7 +109,7 @@ class PlannerClient:
             call.result = future.result().result
             self._changed()
 
-        call.handle.get_result_async().add_done_callback(end)
+        self._sent(call.handle.get_result_async).add_done_callback(end)
         return call
 
     def settle(self, call: PlanCall, after: int = 0, timeout_s: float = 60.0) -> int:
@@ -120,7 +121,7 @@ class PlannerClient:
     def cancel(self, call: PlanCall) -> None:
         """End a plan that has not ended yet, and wait for its result."""
         if call.result is None:
-            call.handle.cancel_goal_async()
+            self._sent(call.handle.cancel_goal_async)
         self.wait_for_end(call)
 
     def wait_for_end(self, call: PlanCall) -> None:
@@ -137,6 +138,11 @@ class PlannerClient:
         """Return what the planner holds."""
         asked = self._list.call_async(ListCapsules.Request())
         return list(self._answer(asked, "the planner's capsules").capsules)
+
+    def _sent(self, send: Callable[[], Any]) -> Any:
+        """Send on the thread that spins: rclpy loses a reply that is there before it waits."""
+        assert self._node.executor is not None
+        return self._answer(self._node.executor.create_task(send), 'the spinning thread')
 
     def _answer(self, future: Any, what: str) -> Any:
         future.add_done_callback(lambda _: self._changed())

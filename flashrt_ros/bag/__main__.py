@@ -1,4 +1,4 @@
-"""Command: ``record``, ``replay`` and ``compare`` recordings of an executor."""
+"""Command: ``record``, ``replay`` and ``compare`` recordings of an executor and its planner."""
 
 import argparse
 from collections.abc import Sequence
@@ -12,9 +12,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; 0 when it did what was asked, 1 when a replay differs, 2 for a mistake."""
     parser = argparse.ArgumentParser(prog='bag', description=__doc__)
     commands = parser.add_subparsers(dest='command', required=True)
-    record = commands.add_parser('record', help='record an executor until Ctrl-C')
+    record = commands.add_parser('record', help='record both nodes until Ctrl-C')
     record.add_argument('path', help='folder to make')
     record.add_argument('--executor', default='/executor', help='full name of the node')
+    record.add_argument('--planner', default='',
+                        help='full name of the node; default: planner beside the executor')
     record.add_argument('--storage', default='mcap', choices=('mcap', 'sqlite3'))
     replay = commands.add_parser('replay', help='replay bit for bit, without ROS')
     replay.add_argument('path')
@@ -30,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if given.command == 'record':
             from flashrt_ros.bag.record import record as run
 
-            return run(given.path, given.executor, given.storage, rest)
+            return run(given.path, given.executor, given.planner, given.storage, rest)
         return _replay(given) if given.command == 'replay' else _compare(given)
     except FlashrtError as error:
         print(f'[{error.code}] {error}', file=sys.stderr)

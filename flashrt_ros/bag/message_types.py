@@ -12,7 +12,8 @@ from rosbags.typesys.store import Typestore
 
 from flashrt_core.errors import ConfigError
 
-RECORDED = ('ActionChunk', 'Event', 'ExecutorStatus', 'Heartbeat', 'Subgoal', 'TickInput')
+RECORDED = ('ActionChunk', 'Event', 'ExecutorStatus', 'Heartbeat', 'PlannerStatus', 'Subgoal',
+            'SubgoalOutcome', 'TickInput')
 _PACKAGE = 'flashrt_ros'
 _NAMES = {'float': 'float32', 'double': 'float64', 'boolean': 'bool', 'octet': 'byte'}
 _SEQUENCE = re.compile(r'sequence<([^,<>]+)(?:, (\d+))?>')

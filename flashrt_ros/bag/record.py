@@ -1,4 +1,4 @@
-"""Records an executor into a rosbag2 folder: observations, tick inputs, chunks, events, commands.
+"""Records an executor and its planner into a rosbag2 folder, with all that they hear and say.
 
 The bytes are taken from raw subscriptions and never decoded, so the recording holds what was sent.
 """
@@ -25,31 +25,41 @@ from flashrt_ros.bag.writer import BagWriter
 from flashrt_ros.executor_parameters import SPECS
 
 _OWN = ('tick_input', 'chunk', 'events', 'status')
-_BESIDE = ('joint_states', 'subgoal', 'joint_trajectory')
+_BESIDE = ('joint_states', 'subgoal', 'subgoal_outcome', 'scene', 'joint_trajectory')
+_PLANNERS_OWN = ('events', 'status')
 _LOOK_S = 0.2
 _DEPTH = 200
 
 
 class Recorder(Node):
-    """Subscribes to an executor's inputs and outputs as they appear."""
+    """Subscribes to inputs and outputs of an executor and its planner as they appear."""
 
     def __init__(
-        self, path: str | Path, *, executor: str = '/executor', storage: str = 'mcap', **node: Any
+        self, path: str | Path, *, executor: str = '/executor', planner: str = '',
+        storage: str = 'mcap', **node: Any
     ) -> None:
         """Open the recording.
 
         :param path: folder to make; it must not exist.
         :param executor: full name of the executor node.
+        :param planner: full name of the planner node; empty: `planner` beside the executor.
         :param node: arguments of rclpy's Node.
         :raises ConfigError: when the folder exists or an argument is refused.
         """
-        if not executor.startswith('/') or executor.endswith('/'):
-            raise ConfigError(f'executor is {executor!r}; give its full name, e.g. /arm1/executor')
+        for role, name in (('executor', executor), ('planner', planner or '/planner')):
+            if not name.startswith('/') or name.endswith('/'):
+                raise ConfigError(f'{role} is {name!r}; give its full name, e.g. /arm1/{role}')
         self._writer = BagWriter(Path(path), storage)
         self._writer.set_custom_data(EXECUTOR_KEY, executor)
         super().__init__('recorder', **node)
         self._recorded = executor
         self._inputs = executor.rpartition('/')[0]
+        planner = planner or f'{self._inputs}/planner'
+        self._wanted = {
+            *(f'{executor}/{name}' for name in _OWN),
+            *(f'{planner}/{name}' for name in _PLANNERS_OWN),
+            *(f'{self._inputs}/{name}' for name in _BESIDE),
+        }
         self._wall = Clock(clock_type=ClockType.SYSTEM_TIME)
         self.counts: dict[str, int] = {}
         self._names = [spec.name for spec in SPECS]
@@ -87,11 +97,7 @@ class Recorder(Node):
             self._asked.add_done_callback(self._keep_parameters)
 
     def _is_wanted(self, topic: str) -> bool:
-        return (
-            topic in [f'{self._recorded}/{name}' for name in _OWN]
-            or topic in [f'{self._inputs}/{name}' for name in _BESIDE]
-            or topic.startswith(f'{self._inputs}/images/')
-        )
+        return topic in self._wanted or topic.startswith(f'{self._inputs}/images/')
 
     def _subscribe(self, topic: str, kind: str) -> None:
         publishers = self.get_publishers_info_by_topic(topic)
@@ -124,11 +130,13 @@ class Recorder(Node):
         self._writer.set_custom_data(PARAMETERS_KEY, json.dumps(values))
 
 
-def record(path: str, executor: str, storage: str, ros_arguments: Sequence[str]) -> int:
+def record(
+    path: str, executor: str, planner: str, storage: str, ros_arguments: Sequence[str]
+) -> int:
     """Record until SIGINT or SIGTERM; returns the exit status."""
     from flashrt_ros.main import run_node
 
     return run_node(
-        lambda stop: Recorder(path, executor=executor, storage=storage),
+        lambda stop: Recorder(path, executor=executor, planner=planner, storage=storage),
         ['record', *ros_arguments],
     )

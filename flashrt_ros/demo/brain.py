@@ -25,7 +25,6 @@ class Brain:
     planner_config: str
     policy_trained: bool
     planner_trained: bool
-    image_size_px: int
     branches: int  # of a fork
 
     @property
@@ -79,7 +78,7 @@ def find_brain(policy: str = '', planner: str = '') -> Brain:
     mind: Pi0Config = load_policy(policy)
     words, _ = load_planner(planner)
     return Brain(
-        policy, planner, bool(mind.weights), bool(words.weights), mind.vision.image_size,
+        policy, planner, bool(mind.weights), bool(words.weights),
         max(n for n in mind.row_keys if n <= MOST_BRANCHES))
 
 

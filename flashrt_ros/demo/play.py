@@ -14,6 +14,7 @@ import sys
 import time
 
 from flashrt_core.errors import ConfigError
+from flashrt_core.tabletop.subgoals import CAMERA
 from flashrt_ros.conductor import Conductor
 from flashrt_ros.config_files import config_path
 from flashrt_ros.demo.brain import Brain
@@ -126,7 +127,7 @@ def _start(
     """Start the robot and, in one process, executor and planner; give a conductor once active."""
     terminal.stage(f'Start on ROS domain {group.domain_id}')
     files = [config_path('demo.yaml')]
-    robot: dict[str, object] = {'image_size_px': brain.image_size_px}
+    robot: dict[str, object] = {'image_size_px': CAMERA}
     executor = {'device': args.device, **brain.executor()}
     planner = {'device': args.device, **brain.planner()}
     if lock_step:

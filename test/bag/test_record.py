@@ -4,6 +4,10 @@ from pathlib import Path
 
 from _executor_rig import rig
 from _fake_policy import FakePolicy
+from _planner_rig import FIRST
+from _planner_rig import planner_rig
+from _planner_rig import SECOND
+from _planner_rig import TWO
 from _ros_fixtures import ros_graph
 from _ros_fixtures import wait_until
 import pytest
@@ -16,6 +20,7 @@ from rosbags.typesys import Stores
 from flashrt_core.capsule import CapsuleStore
 from flashrt_core.errors import ConfigError
 from flashrt_core.runtime import cpu_backend
+from flashrt_ros.bag.message_types import reading_typestore
 from flashrt_ros.bag.message_types import RECORDED
 from flashrt_ros.bag.message_types import writing_typestore
 from flashrt_ros.bag.record import Recorder
@@ -76,6 +81,37 @@ def test_a_live_run_with_resets_subgoals_and_a_rollback_is_replayed_bit_for_bit(
     assert report.equal == len(list(recording.ticks)) >= published
 
 
+def test_the_planners_messages_are_recorded_too(tmp_path):
+    with planner_rig(tmp_path, link='topic') as (planner, robot):
+        recorder = robot.graph.spin(Recorder(
+            tmp_path / 'run', storage='sqlite3', context=robot.graph.context))
+        wait_until(lambda: recorder.ready, 'the recorder to have found the executor')
+        topics = {'/planner/status', '/planner/events', '/subgoal', '/subgoal_outcome'}
+        wait_until(lambda: topics <= set(recorder.counts), f'{topics}; now {recorder.counts}')
+        robot.reset()
+        goal = planner.goal(wait=True).until('execute')
+        planner.outcome(1)
+        wait_until(lambda: robot.executor.engine.slot.requested == 2, 'the second subgoal')
+        planner.outcome(2)
+        assert goal.result().success
+        assert planner.call('snapshot', id='here').success
+        wait_until(lambda: recorder.counts['/planner/events'] > 0
+                   and recorder.counts['/subgoal_outcome'] == 2
+                   and recorder.counts['/subgoal'] == 2, f'all; now {recorder.counts}')
+        recorder.close()
+    said: dict[str, list] = {topic: [] for topic in topics}
+    with rosbag2.Reader(tmp_path / 'run') as reader:
+        store = reading_typestore(reader.connections)
+        for connection, _, data in reader.messages():
+            if connection.topic in said:
+                said[connection.topic].append(store.deserialize_cdr(data, connection.msgtype))
+    assert [m.text for m in said['/subgoal']] == [FIRST, SECOND]
+    assert [(m.sequence, m.outcome) for m in said['/subgoal_outcome']] == [(1, 0), (2, 0)]
+    assert TWO in {m.instruction for m in said['/planner/status']}
+    assert {m.kind for m in said['/planner/events']} >= {'snapshot'}
+    assert Recording(tmp_path / 'run').executor == '/executor'
+
+
 def replayed(recording, folder):
     backend = cpu_backend()
     session = FakePolicy().bind(backend, '')
@@ -98,6 +134,7 @@ def ticked(running, more):
 @pytest.mark.parametrize(('options', 'message'), [
     ({'storage': 'zip'}, "storage is 'zip'"),
     ({'executor': 'executor'}, 'give its full name'),
+    ({'planner': 'planner'}, "planner is 'planner'"),
 ])
 def test_a_recorder_with_a_mistake_is_refused(tmp_path, options, message):
     with ros_graph() as graph, pytest.raises(ConfigError, match=message):

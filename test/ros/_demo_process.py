@@ -13,9 +13,8 @@ from flashrt_ros import bringup
 from flashrt_ros import executor_node
 from flashrt_ros import planner_node
 
-IMAGE_SIZE_PX = 16
 policy = FakePolicy(FakeConfig(
-    joints=5, image_size=IMAGE_SIZE_PX, action_units='rad rad rad 1 probability'))
+    joints=5, action_units='rad rad rad 1 probability'))
 policy.switches.done = 1.0
 planner = FakePlanner()
 executor_node.make_policy = lambda name: policy

@@ -42,7 +42,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LockStep]:
     robot = yaml.safe_load(PLAIN.read_text())
     robot['pose_gap'] = 3.0  # the fake policy's targets lie anywhere
     (folder / 'robot.yaml').write_text(yaml.safe_dump(robot))
-    brain = Fakes('', '', True, True, 16, 2, str(folder / 'robot.yaml'))
+    brain = Fakes('', '', True, True, 2, str(folder / 'robot.yaml'))
     args = argparse.Namespace(device='cpu', out=folder)
     terminal = Terminal(io.StringIO())
     patch = pytest.MonkeyPatch()
