@@ -169,7 +169,7 @@ def int4_widen(w, scale, out, scale_row,  # type: ignore[no-untyped-def]
 
 # Tiles: columns, warps, stages.
 Tile = tuple[int, int, int]
-WIDE_TILE: Tile = (64, 4, 5)
+WIDE_TILE: Tile = (32, 4, 6)
 GATED_TILE: Tile = (32, 4, 5)
 WIDEN_ROWS = 32
 
