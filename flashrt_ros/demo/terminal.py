@@ -4,16 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence
+import re
 import shutil
 import sys
 import time
 from typing import TextIO
 
+_COLOUR = re.compile(r'(\x1b\[[0-9;]*m)')
 _CLEAR = '\r\x1b[J'  # to the end of the screen, so a panel below goes too
 
 
 def _no_panel() -> Sequence[str]:
     return ()
+
+
+def cut(line: str, columns: int) -> str:
+    """Return what of a line fits, its colours kept, so that it never wraps."""
+    kept, room = [], columns
+    for part in _COLOUR.split(line):
+        is_colour = part.startswith('\x1b')
+        kept.append(part if is_colour else part[:room])
+        room -= 0 if is_colour else len(kept[-1])
+    return ''.join(kept)
 
 
 class Terminal:
@@ -65,7 +77,7 @@ class Terminal:
         body = f'  {self._style("36", "...")} {self._stage:<30} {bar} {done}/{total} {text}'
         columns, rows = shutil.get_terminal_size()
         lines = list(panel())[: max(0, rows - 2)] if columns >= 80 else []
-        below = ''.join(f'\n{line}' for line in lines)
+        below = ''.join(f'\n{cut(line, columns)}' for line in lines)
         back = f'\x1b[{len(lines)}A' if lines else ''
         self._out.write(_CLEAR + body[: columns + 9] + below + back)
         self._out.flush()

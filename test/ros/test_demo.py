@@ -167,10 +167,10 @@ def test_the_terminal_draws_a_panel_below_the_bar_and_clears_it(monkeypatch):
     out = io.StringIO()
     terminal = Terminal(out, live=True)
     terminal.stage('Episode 1')
-    terminal.progress(1, 1, panel=lambda: ['one', 'two'])
-    assert '\none\ntwo\x1b[2A' in out.getvalue()
+    terminal.progress(1, 1, panel=lambda: ['one', '\x1b[32m' + 118 * '-' + '\x1b[0m two more'])
+    assert f'\none\n\x1b[32m{118 * "-"}\x1b[0m t\x1b[2A' in out.getvalue()
     terminal.done('well')
-    assert out.getvalue().rsplit('two', 1)[1].startswith('\x1b[2A\r\x1b[J')
+    assert out.getvalue().rsplit(' t', 1)[1].startswith('\x1b[2A\r\x1b[J')
 
 
 def test_a_picture_becomes_half_blocks_of_its_colours():
