@@ -13,7 +13,7 @@ PERIOD_S = 5.0  # between two lines about one stage
 
 
 class BootLog:
-    """Takes a policy's progress and puts it into sentences; one thread."""
+    """Takes a session's progress and puts it into sentences; any thread, one at a time."""
 
     def __init__(
         self, say: Callable[[str], None], now_s: Callable[[], float] = time.monotonic
@@ -27,6 +27,7 @@ class BootLog:
         self._begun = self._stage_begun = self._said = now_s()
         self._took: dict[str, float] = {}
         self._checked = dict(_triton.check_seconds())
+        _triton.watchers.add(self)
 
     def told(self, stage: str, fraction: float) -> None:
         """Note how far a stage is; the first word about one ends the one before.
@@ -37,9 +38,20 @@ class BootLog:
         if stage != self._stage:
             self._end_stage(now)
             self._stage, self._stage_begun, self._said = stage, now, now
-        elif now - self._said >= PERIOD_S:
+        else:
+            self._at_times(f'{fraction:.0%}')
+
+    def kernel_checked(self, name: str) -> None:
+        """Take the name of a kernel that was compiled and checked during a stage."""
+        if self._stage:
+            count = len(_triton.check_seconds().keys() - self._checked.keys())
+            self._at_times(f'{count} kernels compiled and checked, {name} the last,')
+
+    def _at_times(self, how_far: str) -> None:
+        now = self._now_s()
+        if now - self._said >= PERIOD_S:
             self._said = now
-            self._say(f'{stage}: {fraction:.0%} after {now - self._stage_begun:.0f} s')
+            self._say(f'{self._stage}: {how_far} after {now - self._stage_begun:.0f} s')
 
     def ended(self) -> str:
         """Return how long each stage took, the last one ending now, and what the kernels said."""

@@ -11,6 +11,8 @@ import os
 from pathlib import Path
 import time
 from typing import Any
+from typing import Protocol
+import weakref
 
 import torch
 
@@ -23,6 +25,16 @@ _log = logging.getLogger(__name__)
 _choices: dict[tuple[str, str], str] = {}
 _check_s: dict[tuple[str, str], float] = {}
 lazy_kernels: list[LazyKernel] = []
+
+
+class Watcher(Protocol):
+    """Who wants to know of checks as they end: the first compilation of all takes minutes."""
+
+    def kernel_checked(self, name: str) -> None:
+        """Take the name of a kernel whose check has ended; on the thread that checked it."""
+
+
+watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
 
 
 class LazyKernel:
@@ -87,6 +99,8 @@ def triton_selected(name: str, device: torch.device, check: Callable[[], bool]) 
         _choices[key] = _choose(name, device, check)
         if device.type == 'cuda':
             _check_s[key] = time.perf_counter() - begun
+            for watcher in list(watchers):
+                watcher.kernel_checked(name)
         expected = _choices[key] == 'triton' or device.type != 'cuda'
         level = logging.INFO if expected else logging.WARNING
         _log.log(level, 'kernel %s on %s: %s', name, device, _choices[key])

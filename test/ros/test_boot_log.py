@@ -1,8 +1,10 @@
 """The log of a boot: stages in order with their times, a long one as it goes on."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
 from flashrt_core.kernels import _triton
 from flashrt_ros.boot_log import BootLog
@@ -52,6 +54,30 @@ def test_the_self_check_of_kernels_is_told_with_what_was_not_taken(
     told = boot.ended()
     assert 'self-check of 2 kernels, 4.0 s' in told and 'kept in kept' in told
     assert 'not used: gelu on cuda:0 (torch: the check gave other bits)' in told
+
+
+def test_a_long_compilation_is_told_as_kernels_pass_and_not_once_the_boot_is_over(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_triton, '_check_s', {})
+    monkeypatch.setattr(_triton, '_choices', {})
+    clock, lines = Clock(), []
+    boot = BootLog(lines.append, clock)
+    device = mock.Mock(type='cuda', __str__=lambda self: 'cuda:0')
+    monkeypatch.setattr(torch.cuda, 'is_current_stream_capturing', lambda: False)
+
+    def passes() -> bool:
+        clock.now += 4.0
+        return True
+
+    boot.told('capturing', 0.0)
+    for name in ('rows', 'gelu', 'norm'):
+        assert _triton.triton_selected(name, device, passes)
+    assert lines == ['capturing: 2 kernels compiled and checked, gelu the last, after 8 s']
+    boot.ended()
+    clock.now += 60.0
+    assert _triton.triton_selected('late', device, passes)
+    assert not any('late' in line for line in lines)
 
 
 def test_kernels_are_kept_where_triton_keeps_them(monkeypatch: Any) -> None:
