@@ -359,3 +359,17 @@ def test_a_new_instruction_takes_the_place_of_the_one_before_and_a_wrong_one_cha
         say('go home')
         until_latched(robot, 2)
         assert robot.executor.engine.slot.requested == 2
+
+
+def test_an_instruction_ends_the_plan_that_is_being_decoded(tmp_path: Path) -> None:
+    with planner_rig(tmp_path) as (planner, robot):
+        say = instruct(planner)
+        robot.run()
+        planner.model.switches.step_s = 0.05
+        say(TWO)
+        wait_until(lambda: planner.statuses[-1].phase == 'decode', 'its decode')
+        say('go home')
+        assert plan_event(planner, 'superseded')['instruction'] == TWO
+        planner.model.switches.step_s = 0.0
+        until_latched(robot, 1)
+        assert 'go home' in robot.until_event('subgoal', '1').detail
