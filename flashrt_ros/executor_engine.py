@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import asdict
+from dataclasses import replace
 from functools import partial
 import threading
 import time
@@ -202,12 +203,10 @@ class Engine:
         """Read the seed from the session's state; lane thread."""
         return int(self.session.buffers['seed'].row(0))
 
-    def write(self, prompt: tuple[int, ...] | None = None, seed: int | None = None) -> None:
-        """Have the next committed tick take over a prompt or a seed."""
+    def write(self, **changes: Any) -> None:
+        """Have the next committed tick take over fields of ``Pending``."""
         with self.control.submit_lock:
-            held = self.book.pending
-            self.book.pending = Pending(held.prompt if prompt is None else prompt,
-                                        held.seed if seed is None else seed)
+            self.book.pending = replace(self.book.pending, **changes)
 
     def reading(self, observation: Observation) -> RosReading:
         """Return ROS time for judging an observation; in lock-step its own newest stamp."""
@@ -223,7 +222,7 @@ class Engine:
             start = self.control.player.begin_tick()
             self._tick_step = start.at_step
             return self.book.prepare(observation, verdicts, start, 0 if resync else self._delay(),
-                                     resync)
+                                     resync, reuse_vision=self._parameters['reuse_vision'])
 
     def play(self, chunk: Chunk, prepared: Prepared) -> None:
         """Put the chunk of a committed branch into play as if a tick had made it."""
@@ -338,7 +337,7 @@ class Engine:
             start = control.player.begin_tick()
             prepared = self.book.prepare(
                 observation, verdicts, start, 0 if resync else self._delay(), resync,
-                self._parameters['best_of'])
+                self._parameters['best_of'], self._parameters['reuse_vision'])
             collected = time.perf_counter()
             future = self._running = self.session.submit(prepared.tick_input)
             self._tick_step, self._urgent = start.at_step, False

@@ -1,8 +1,10 @@
 """The newest observation of each stream, decoded on arrival, taken together by a tick."""
 
 from collections.abc import Callable
+from collections.abc import Iterable
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 import threading
 import time
 from typing import Any
@@ -36,6 +38,11 @@ class Sample:
     stamp_ns: int  # header stamp, ROS time
     received_ns: int  # steady time
     array: NDArray[Any]  # joints: float64 [n] robot units; image: uint8 [H, W, 3], port's size
+
+    @cached_property
+    def digest(self) -> int:
+        """Of the array, computed when first asked for; any thread."""
+        return digest(self.array)
 
 
 @dataclass(frozen=True)
@@ -71,7 +78,12 @@ class Observation:
 
     def digests(self) -> dict[str, int]:
         """Return the digest of each array, for TickInput."""
-        return {name: digest(sample.array) for name, sample in self.samples.items()}
+        return {name: sample.digest for name, sample in self.samples.items()}
+
+    def frames(self, views: Iterable[str]) -> dict[str, Sample]:
+        """Return stamp and digest of each view that has an image, for TickInput."""
+        found = {view: self.samples.get(image_stream(view)) for view in views}
+        return {view: sample for view, sample in found.items() if sample is not None}
 
 
 class ObservationBuffer:

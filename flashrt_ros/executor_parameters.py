@@ -11,6 +11,7 @@ from typing import Any
 from flashrt_core.errors import ConfigError
 from flashrt_core.errors import ParameterInvalid
 from flashrt_core.policies.chunking import MODES
+from flashrt_core.policies.protocol import GUIDANCE_LIMIT
 from flashrt_ros.capsule_parameters import CAPSULES
 from flashrt_ros.capsule_parameters import check_capsules
 from flashrt_ros.capsule_parameters import table_text
@@ -65,6 +66,12 @@ SPECS = (
     ParameterSpec('best_of', 1,
                   'candidates evaluated in each tick, of which one is played; above 1 it must be '
                   "one of best_of_keys of the policy's config", 1, 16),
+    ParameterSpec('guidance', 1.0,
+                  'how strongly the task steers the actions, 1: as trained; another value only '
+                  "where the policy's config has guidance: true", 0.0, GUIDANCE_LIMIT),
+    ParameterSpec('reuse_vision', True,
+                  'encode a camera frame that did not change once only, where the '
+                  "policy's config has reuse_vision: true"),
     ParameterSpec('delay_window_chunks', 8,
                   'the next chunk is expected as late, in steps, as the latest of so many chunks',
                   1, 1000, read_only=True),

@@ -41,6 +41,7 @@ class Ports:
     subgoal_tokens: int  # 0: the policy has no subgoal slot
     prompt_tokens: int  # 0: the policy takes no text
     done_column: int | None = None  # of the action that says whether the subgoal is done
+    guidance: bool = False  # whether the strength of the task can be set
 
     @staticmethod
     def of(ports: Sequence[PortSpec]) -> 'Ports':
@@ -67,7 +68,8 @@ class Ports:
         return Ports(
             state_dim=state.shape[0], action_dim=action.shape[1], horizon=action.shape[0],
             views=views, subgoal_tokens=subgoal.shape[0] if subgoal else 0,
-            prompt_tokens=text.shape[0] if text else 0, done_column=done_column(ports))
+            prompt_tokens=text.shape[0] if text else 0, done_column=done_column(ports),
+            guidance=one(Modality.GUIDANCE) is not None)
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ class Pending:
 
     prompt: tuple[int, ...] | None = None
     seed: int | None = None
+    guidance: float | None = None
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,37 @@ class Prepared:
     digests: dict[str, int] = field(default_factory=dict)  # filled while the tick runs
 
 
+class TickFacts:
+    """What the ticks drew from, chose and reused; tick side notes, any thread reads."""
+
+    def __init__(self, views: Iterable[str]) -> None:
+        self.seed = 0
+        self.best_of, self.selected = 1, 0
+        self.spread = Ring()  # of the candidates, in standard deviations of the actions
+        self.reused = dict.fromkeys(views, 0)  # view -> ticks that took its vision result over
+
+    def note(self, prepared: Prepared, chunk: Chunk) -> None:
+        """Note one committed tick."""
+        self.seed = prepared.seed()
+        for view in chunk.reused_views:
+            self.reused[view] += 1
+        found = chunk.candidates
+        self.best_of, self.selected = 1, 0
+        if found is not None:
+            self.best_of, self.selected = len(found.actions), found.selected
+            self.spread.record(found.spread)
+
+    def figures(self) -> dict[str, object]:
+        """Return all of it by the names that diagnostics give it."""
+        figures: dict[str, object] = {
+            'seed': self.seed, 'best_of': self.best_of, 'best_of_selected': self.selected}
+        spread = self.spread.summary()
+        if spread.count:
+            figures |= {'best_of_spread': spread.last, 'best_of_spread_p50': spread.p50,
+                        'best_of_spread_p99': spread.p99}
+        return figures | {f'vision_reused_{view}': n for view, n in self.reused.items()}
+
+
 class TickBook:
     """Keeps what the next TickInput depends on beside the session's state; tick side only.
 
@@ -111,6 +145,7 @@ class TickBook:
         self._committed: tuple[int, int] | None = None  # (observation step, delay told)
         self.seed: Callable[[], int] = lambda: seed
         self.pending = Pending()
+        self.facts = TickFacts(ports.views)
         self._left_overs, self._cleared = 1, 0
 
     def restored(self, seed: Callable[[], int], pending: Pending) -> None:
@@ -138,11 +173,13 @@ class TickBook:
         delay_steps: int,
         resync: bool,
         best_of: int = 1,
+        reuse_vision: bool = False,
     ) -> Prepared:
         """Build the input of a tick.
 
         :param delay_steps: steps expected to pass before its chunk comes into play.
         :param best_of: candidates evaluated, of which one is kept.
+        :param reuse_vision: a frame that the policy has encoded already need not be once more.
         :param resync: the robot stood still; what is left of the previous chunk is not its past.
         """
         self._robot.fill_state(observation.joints, self._state)
@@ -156,6 +193,8 @@ class TickBook:
             prompt=self.pending.prompt,
             seed=self.pending.seed,
             best_of=best_of,
+            frames=observation.frames(self._ports.views) if reuse_vision else {},
+            guidance=self.pending.guidance,
         )
         given = self.pending.seed
         return Prepared(tick_input, observation, verdicts, start, self.pending,
@@ -169,6 +208,7 @@ class TickBook:
         self.seed = prepared.seed
         self._cleared = prepared.left_overs
         self._slot.commit(chunk.subgoal_sequence)
+        self.facts.note(prepared, chunk)
         if self.pending is prepared.pending:
             self.pending = Pending()
 

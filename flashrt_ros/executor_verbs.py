@@ -56,17 +56,17 @@ class Verbs:
     """Capsule verbs of one session."""
 
     def __init__(self, engine: Engine, store: CapsuleStore, parameters: Any,
-                 prompt: Callable[[], tuple[int, ...] | None]) -> None:
+                 in_force: Callable[[], Pending]) -> None:
         """Bind to an engine.
 
-        :param prompt: tokens of the prompt in force, which each reset hands to the policy anew.
+        :param in_force: what each reset hands to the policy anew: prompt and guidance.
         """
         self._engine = engine
         self._control = engine.control
         self._session = engine.session
         self._store = store
         self._parameters = parameters
-        self._prompt = prompt
+        self._in_force = in_force
         self._one_at_a_time = threading.Lock()
         self._named = 0
 
@@ -77,10 +77,8 @@ class Verbs:
         """
         if seed is not None and seed < 0:
             raise ParameterInvalid(f'seed is {seed}; give 0 to 2**63 - 1')
-        pending = Pending(self._prompt(), seed)
-        detail: dict[str, Any] = {} if seed is None else {'seed': seed}
-        if pending.prompt is not None:
-            detail['prompt'] = list(pending.prompt)
+        pending = replace(self._in_force(), seed=seed)
+        detail = {name: value for name, value in vars(pending).items() if value is not None}
         return self._go_to(
             'reset', capsule_id or C0, self._session.lane.at_segment_end,
             lambda: self._restore(capsule_id or C0, 'same'), capsule=capsule_id or C0, reset=True,

@@ -35,8 +35,18 @@ from flashrt_ros.images import decode_image
 from flashrt_ros.images import fit_view
 
 C0 = 'c0'
+WRITES = ('prompt', 'guidance')  # in the event of a reset: what it hands to the policy
 _BOUNDARIES = re.compile(r'(\d+) boundaries')
 _TIMEOUT_S = 600.0
+
+
+def _write_of(event: Any) -> dict[str, Any] | None:
+    """Return what an event has the next tick take over, or None."""
+    if event.kind == 'prompt':
+        return {'prompt': event.detail['tokens']}
+    if (event.kind, event.name) == ('parameter', 'guidance'):
+        return {'guidance': event.detail['new']}
+    return None
 
 
 class ReplayGap(FlashrtError):
@@ -91,7 +101,7 @@ class Replayer:
         self._state_dim = state.shape[0]
         self._latched = 0
         self._seed: int | None = None
-        self._prompt: tuple[int, ...] | None = None
+        self._writes: list[dict[str, Any]] = []  # into latched state, waiting for a tick, in order
         self._new_seed: int | None = None
         self._subgoals: dict[int, tuple[int, ...]] = {}
         boundary = session.boundary
@@ -118,7 +128,7 @@ class Replayer:
         return report
 
     def _ticks(self, epoch: Epoch) -> Iterator[Tick]:
-        prompts = [e for e in epoch.events if e.kind == 'prompt']
+        writes = [(e.tick, w) for e in epoch.events if (w := _write_of(e)) is not None]
         commits = [
             e for e in epoch.events if e.kind == 'fork' and int(e.detail.get('committed', -1)) >= 0
         ]
@@ -126,8 +136,10 @@ class Replayer:
             self._take_snapshots(epoch)
             if commits and commits[0].tick < tick.given.tick:
                 raise ReplayGap('a branch of a fork was committed here, which is not replayed')
-            while prompts and (not epoch.ticks.index(tick) or prompts[0].tick < tick.given.tick):
-                self._prompt = tuple(prompts.pop(0).detail['tokens'])
+            # An event tells the last committed tick, before the first one the position restored.
+            first = tick is epoch.ticks[0]
+            while writes and writes[0][0] < tick.given.tick + first:
+                self._writes.append(writes.pop(0)[1])
             yield tick
 
     def _enter(self, epoch: Epoch) -> None:
@@ -150,8 +162,8 @@ class Replayer:
                 f'{event.kind} {event.name} led to tick {report.position}, recorded is '
                 f'{event.detail["position"]}; an earlier tick is missing'
             )
-        prompt = event.detail.get('prompt')
-        self._prompt = None if prompt is None else tuple(prompt)
+        given = {name: event.detail[name] for name in WRITES if name in event.detail}
+        self._writes = [given] if given else []
         self._new_seed = event.detail.get('seed')
 
     def _replay(self, tick: Tick, report: ReplayReport) -> None:
@@ -160,13 +172,13 @@ class Replayer:
         if given.tick != here:
             raise ReplayGap(f'tick {here} is not recorded, the next one is {given.tick}')
         joints, images = self._observations(given)
-        chunk, late = self._submit(given, tick, joints, images), False
-        if digest(chunk.actions[0]) != given.actions_digest and self._prompt is not None:
-            # A prompt accepted while a tick was in flight belongs to that tick or to the next.
+        # What was accepted while a tick was in flight belongs to that tick or to the next.
+        for taken in range(len(self._writes), -1, -1):
+            chunk = self._submit(given, tick, joints, images, self._writes[:taken])
+            if not taken or digest(chunk.actions[0]) == given.actions_digest:
+                break
             self._on_lane(lambda: self._store.rollback(self._session.boundary, boundaries=1))
-            kept, self._prompt = self._prompt, None
-            chunk, late = self._submit(given, tick, joints, images), True
-            self._prompt = kept
+        self._writes = self._writes[taken:]
         actions = self._robot.to_robot(chunk.actions[0], joints)
         report.chunks.append((int(given.epoch), int(given.tick), actions))
         replayed = digest(chunk.actions[0])
@@ -177,17 +189,17 @@ class Replayer:
                 f'epoch {given.epoch} tick {given.tick}: recorded {given.actions_digest:016x}, '
                 f'replayed {replayed:016x}'
             )
-        if not late:
-            self._prompt = None
         self._new_seed, self._seed = None, int(given.seed)
         self._latched = max(self._latched, chunk.subgoal_sequence)
 
-    def _submit(self, given: Any, tick: Tick, joints: Any, images: Any) -> Chunk:
+    def _submit(self, given: Any, tick: Tick, joints: Any, images: Any,
+                writes: list[dict[str, Any]]) -> Chunk:
         state = np.zeros(self._state_dim, dtype=np.float32)
         self._robot.fill_state(joints, state)
         seed = self._new_seed
         if seed is None and self._seed is not None and given.seed != self._seed:
             seed = int(given.seed)
+        taken = {name: value for write in writes for name, value in write.items()}
         chunk = self._session.submit(
             TickInput(
                 images=images,
@@ -195,7 +207,8 @@ class Replayer:
                 steps_executed=int(given.steps_executed),
                 delay_steps=int(given.delay_steps),
                 subgoal=self._subgoal(tick),
-                prompt=self._prompt,
+                prompt=taken.get('prompt'),
+                guidance=taken.get('guidance'),
                 seed=seed,
                 best_of=self._best_of(given),
             )
@@ -204,10 +217,10 @@ class Replayer:
         return chunk
 
     def _best_of(self, given: Any) -> int:
-        """Return how many candidates the recorded plan had."""
-        replayed = list(given.graph_keys)
+        """Return how many candidates the recorded plan had; its last segment says so."""
+        last = list(given.graph_keys)[-1:]
         return next((n for n, keys in self._session.best_of_keys.items()
-                     if key_texts(keys) == replayed), 1)
+                     if key_texts(keys)[-1:] == last), 1)
 
     def _subgoal(self, tick: Tick) -> SubgoalWrite | None:
         sequence = int(tick.given.subgoal_sequence)

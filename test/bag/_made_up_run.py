@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager
 import json
+from typing import NamedTuple
 
 import numpy as np
 from rosbags.rosbag2 import StoragePlugin
@@ -19,6 +20,7 @@ from flashrt_ros.bag.replay import Replayer
 from flashrt_ros.conversions import digest
 from flashrt_ros.conversions import JointReader
 from flashrt_ros.embodiment import parse_embodiment
+from flashrt_ros.executor_tick import graph_keys
 from flashrt_ros.images import decode_image
 from flashrt_ros.images import fit_view
 
@@ -41,16 +43,21 @@ SIZE = 84
 
 
 @contextmanager
-def fresh_session():
+def fresh_session(config='tiny'):
     """A tiny Pi0 and a store; the same weights every time."""
     backend = cpu_backend()
-    session = make_policy('pi0').bind(backend, 'tiny')
+    session = make_policy('pi0').bind(backend, config)
     store = CapsuleStore(backend, 1 << 24, 1 << 24)
     try:
         yield session, store
     finally:
         session.close()
         store.close()
+
+
+class Frame(NamedTuple):
+    stamp_ns: int
+    digest: int
 
 
 class MadeUpRun:
@@ -70,6 +77,9 @@ class MadeUpRun:
         self.latched = self.requested = self.seed = 0
         self.lose = set()  # streams whose next message is not recorded
         self.pending_subgoal = self.pending_prompt = self.pending_seed = None
+        self.pending_guidance = None
+        self.still = set()  # views whose camera sends nothing new
+        self.frames, self.reused = {}, []  # stamp and digest by stream; of each tick
         store.prepare(session.boundary, 17)
         self.lane(lambda: store.snapshot(session.boundary, 'c0', pin=True))
         self.lane(lambda: store.mark(session.boundary))
@@ -80,8 +90,9 @@ class MadeUpRun:
     def type(self, name):
         return self.types.types[name]
 
-    def stamp(self):
-        return self.type('builtin_interfaces/msg/Time')(self.at // 10**9, self.at % 10**9)
+    def stamp(self, at=None):
+        at = self.at if at is None else at
+        return self.type('builtin_interfaces/msg/Time')(at // 10**9, at % 10**9)
 
     def header(self):
         return self.type('std_msgs/msg/Header')(self.stamp(), '')
@@ -112,16 +123,22 @@ class MadeUpRun:
             self.header(), names[order].tolist(), values[order], np.zeros(0), np.zeros(0))
         self.write('/arm1/joint_states', 'sensor_msgs/msg/JointState', joints)
         seen = {'joint_states': self.joints.read(joints)}
+        self.frames['joint_states'] = Frame(self.at, digest(seen['joint_states']))
         for view, suffix in ROBOT.views.items():
+            if view in self.still:
+                seen[f'images/{view}'] = self.images[f'images/{view}']
+                continue
             data = self.random.integers(0, 256, (60, 3 * 100 + 7), dtype=np.uint8)
             image = self.type('sensor_msgs/msg/Image')(
                 self.header(), 60, 100, 'bgr8', 0, 307, data.ravel())
             self.write(f'/arm1/images/{suffix}', 'sensor_msgs/msg/Image', image)
             seen[f'images/{view}'] = fit_view(
                 decode_image(image, stream=view), SIZE, SIZE, stream=view)
+            self.frames[f'images/{view}'] = Frame(self.at, digest(seen[f'images/{view}']))
+        self.images = seen
         return seen
 
-    def ticks(self, count=1, *, steps=4):
+    def ticks(self, count=1, *, steps=4, best_of=1):
         """Observe and tick; publish tick_input and chunk."""
         for _ in range(count):
             seen = self.observe()
@@ -132,15 +149,21 @@ class MadeUpRun:
             chunk = self.session.tick(TickInput(
                 images={view: seen[f'images/{view}'] for view in ROBOT.views}, state=state,
                 steps_executed=steps, delay_steps=1, subgoal=self.pending_subgoal,
-                prompt=self.pending_prompt, seed=self.pending_seed))
+                prompt=self.pending_prompt, seed=self.pending_seed,
+                guidance=self.pending_guidance, best_of=best_of,
+                frames={view: self.frames[f'images/{view}'] for view in ROBOT.views}))
+            self.reused.append(chunk.reused_views)
+            self.selected = chunk.candidates.selected if chunk.candidates else 0
             self.lane(lambda: self.store.mark(self.session.boundary))
             self.pending_subgoal = self.pending_prompt = self.pending_seed = None
+            self.pending_guidance = None
             self.tick = chunk.tick
             stamp = self.type('flashrt_ros/msg/ObservationStamp')
             given = self.type('flashrt_ros/msg/TickInput')(
                 self.header(), self.epoch, self.episode, chunk.tick,
-                [stamp(s, self.stamp(), digest(array), 0.0, 'ok') for s, array in seen.items()],
-                steps, 1, self.requested, self.seed, [], digest(chunk.actions[0]))
+                [stamp(s, self.stamp(self.frames[s].stamp_ns), self.frames[s].digest, 0.0, 'ok')
+                 for s in seen],
+                steps, 1, self.requested, self.seed, graph_keys(chunk), digest(chunk.actions[0]))
             self.write(f'{EXECUTOR}/tick_input', 'flashrt_ros/msg/TickInput', given)
             actions = ROBOT.to_robot(chunk.actions[0]).astype(np.float32)
             played = self.type('flashrt_ros/msg/ActionChunk')(
@@ -148,13 +171,15 @@ class MadeUpRun:
                 list(ROBOT.names), len(actions), 0.02, 1, actions.ravel(), True)
             self.write(f'{EXECUTOR}/chunk', 'flashrt_ros/msg/ActionChunk', played)
 
-    def reset(self, capsule='c0', seed=None, prompt=None):
+    def reset(self, capsule='c0', seed=None, prompt=None, guidance=None):
         report = self.lane(lambda: self.store.restore(self.session.boundary, capsule))
         self.epoch, self.episode = self.epoch + 1, self.episode + 1
         self.pending_prompt, self.pending_seed, self.pending_subgoal = prompt, seed, None
+        self.pending_guidance = guidance
         detail = {'position': report.position}
         detail.update({} if seed is None else {'seed': seed})
         detail.update({} if prompt is None else {'prompt': prompt})
+        detail.update({} if guidance is None else {'guidance': guidance})
         self.event('reset', capsule, **detail)
 
     def snapshot(self, name):
@@ -180,6 +205,10 @@ class MadeUpRun:
     def prompt(self, tokens):
         self.pending_prompt = tokens
         self.event('prompt', 'text', tokens=tokens)
+
+    def guidance(self, old, new):
+        self.pending_guidance = new
+        self.event('parameter', 'guidance', old=old, new=new)
 
     def close(self):
         self.writer.close()

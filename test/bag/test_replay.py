@@ -23,9 +23,9 @@ pytestmark = pytest.mark.bag
 
 
 @contextmanager
-def recorded(path, **options):
+def recorded(path, config='tiny', **options):
     """A run to be filled in; the recording is complete after the block."""
-    with fresh_session() as (session, store):
+    with fresh_session(config) as (session, store):
         run = MadeUpRun(path, session, store, **options)
         try:
             yield run
@@ -63,6 +63,38 @@ def test_a_prompt_that_came_while_a_tick_was_in_flight_is_given_to_the_next(tmp_
         run.pending_prompt = [8, 9]
         run.ticks(2)
     assert replay(Recording(tmp_path / 'run')).exact
+
+
+STEERED = {'base': 'tiny', 'guidance': True, 'reuse_vision': True, 'best_of_keys': [3]}
+
+
+def test_reused_frames_and_changes_of_guidance_are_replayed_bit_for_bit(tmp_path):
+    with recorded(tmp_path / 'run', config=STEERED) as run:
+        run.reset(prompt=[5, 6], seed=12, guidance=2.0)
+        run.ticks(1)
+        run.still = {'top'}
+        run.ticks(1)
+        run.guidance(2.0, 0.5)
+        run.prompt([7])
+        run.still = {'top', 'wrist'}
+        run.ticks(2)
+        run.snapshot('middle')
+        run.restore('middle')
+        run.ticks(1)
+        run.ticks(1, best_of=3)
+        assert run.selected  # another one than a tick without choice would give
+        # Accepted in this order while a tick was in flight that had the first of them already.
+        run.event('parameter', 'guidance', old=0.5, new=3.0)
+        run.event('prompt', 'text', tokens=[8, 9])
+        run.pending_guidance = 3.0
+        run.ticks(1)
+        run.pending_prompt = [8, 9]
+        run.ticks(1)
+    both = ('top', 'wrist')
+    assert run.reused == [(), ('top',), both, both, (), both, both, both]
+    assert replay(Recording(tmp_path / 'run'), config=STEERED).exact
+    report = replay(Recording(tmp_path / 'run'), config=STEERED | {'guidance': False})
+    assert 'guidance: true' in report.gaps[0] and not report.equal
 
 
 def test_an_image_that_was_not_recorded_is_named_and_its_epoch_left_out(tmp_path):
