@@ -339,7 +339,7 @@ def test_an_instruction_on_the_topic_is_planned_and_its_end_is_told_in_full(
         planner.outcome(2)
         told = plan_event(planner, 'ok')
         assert told['subgoals'] == [FIRST, SECOND] and told['instruction'] == TWO
-        wait_until(lambda: planner.statuses[-1].code == 'ok', 'the status')
+        wait_until(lambda: planner.statuses and planner.statuses[-1].code == 'ok', 'the status')
 
 
 def test_a_new_instruction_takes_the_place_of_the_one_before_and_a_wrong_one_changes_nothing(
@@ -367,7 +367,8 @@ def test_an_instruction_ends_the_plan_that_is_being_decoded(tmp_path: Path) -> N
         robot.run()
         planner.model.switches.step_s = 0.05
         say(TWO)
-        wait_until(lambda: planner.statuses[-1].phase == 'decode', 'its decode')
+        wait_until(lambda: planner.statuses and planner.statuses[-1].phase == 'decode',
+                   'its decode')
         say('go home')
         assert plan_event(planner, 'superseded')['instruction'] == TWO
         planner.model.switches.step_s = 0.0
