@@ -7,10 +7,8 @@ import math
 
 import torch
 
-from flashrt_core.bench.vla import device_seconds
-from flashrt_core.bench.vla import MATMUL
+from flashrt_core.bench.vla import fp8_rate
 from flashrt_core.bench.vla import measure_ceilings
-from flashrt_core.nn import fp8
 from flashrt_core.nn.delta import CHUNK
 from flashrt_core.planners import Settings
 from flashrt_core.planners.layout import MTP_KV
@@ -59,15 +57,6 @@ def measure(backend: Backend, c: Qwen35Config) -> Ceilings:
             samples.append(begin.elapsed_us(end) * 1e-6)
     host = size / sorted(samples)[len(samples) // 2]
     return Ceilings(products, found.flops, found.bytes, host)
-
-
-def fp8_rate(device: torch.device) -> float:
-    """Return the FLOP/s of a large product of E4M3 rows and channels with scales of their own."""
-    n = MATMUL
-    data, scale = fp8.quantise_rows(torch.randn((n, n), device=device))
-    weight = fp8.ChannelWeight(data, scale)
-    seconds = device_seconds(lambda: fp8.multiply(data, scale, weight), device)
-    return 2 * n**3 / seconds
 
 
 @dataclass(frozen=True)

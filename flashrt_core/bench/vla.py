@@ -5,6 +5,8 @@ import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 import time
 from typing import Any
 
@@ -13,22 +15,26 @@ import torch
 
 from flashrt_core.bench._report import percentiles
 from flashrt_core.bench._report import Report
+from flashrt_core.bench._report import TABLE
+from flashrt_core.bench._vla_peer import Reference
+from flashrt_core.bench._vla_precision import Actions
+from flashrt_core.bench._vla_precision import compared
+from flashrt_core.bench._vla_precision import eager_actions
+from flashrt_core.bench._vla_precision import in_precision
+from flashrt_core.bench._vla_precision import make_scales
 from flashrt_core.bench._vla_state import state_rows
 from flashrt_core.bench._vla_state import with_branches
 from flashrt_core.kernels import _triton
+from flashrt_core.nn import fp8
 from flashrt_core.policies import TickInput
 from flashrt_core.policies.normalise import Statistics
-from flashrt_core.policies.pi0 import model
 from flashrt_core.policies.pi0 import Pi0Policy
 from flashrt_core.policies.pi0 import Pi0Session
-from flashrt_core.policies.pi0 import pi05
 from flashrt_core.policies.pi0.config import load_config
 from flashrt_core.policies.pi0.config import Pi0Config
 from flashrt_core.policies.pi0.graphs import forward_of
-from flashrt_core.policies.pi0.graphs import prefix_body
-from flashrt_core.policies.pi0.graphs import vision_body
-from flashrt_core.policies.pi0.inputs import write_input
 from flashrt_core.runtime import pick_backend
+from flashrt_core.runtime import Role
 
 WARM_UP = 20
 STATE_REPEATS = 200  # of each verb and each kind of tick in the tables of state
@@ -63,6 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--repeats', type=int, default=500, help='ticks (default 500)')
     parser.add_argument('--prompt', type=int, default=0,
                         help='language tokens in all (default 48; of Pi0.5, with its state, 200)')
+    parser.add_argument('--precision', choices=('bf16', 'fp8'), nargs='+', default=[''],
+                        help="rows for each (default: the config's own)")
     parser.add_argument('--reference', action='store_true',
                         help="time transformers' PI0, eager, too")
 
@@ -73,25 +81,40 @@ def run(arguments: argparse.Namespace) -> Report:
     backend = pick_backend(arguments.device)
     base = base_of(load_config(arguments.config), arguments.prompt)
     ceilings = measure_ceilings(backend.device, base.torch_dtype)
-    report.details['ceilings'] = vars(ceilings)
+    of_fp8 = ceilings
+    if 'fp8' in arguments.precision and backend.name == 'cuda':
+        of_fp8 = replace(ceilings, flops=fp8_rate(backend.device))
+    report.details['ceilings'] = {**vars(ceilings), 'fp8_flops': of_fp8.flops}
     reference = Reference(base, backend.device) if arguments.reference else None
-    for views in arguments.views:
-        c = with_branches(replace(base, views=tuple(f'view{i}' for i in range(views))))
-        begin = time.perf_counter()
-        session = Pi0Policy().bind(backend, c)
-        bound_s = time.perf_counter() - begin
-        try:
-            row = _measure(session, ceilings, arguments.repeats, report)
-            state = state_rows(session, _inputs(c, min(arguments.repeats, STATE_REPEATS)))
-            if views == arguments.views[-1]:  # the profiler slows every launch after it
-                row['kernels'] = _kernels(session)
-        finally:
-            session.close()
-        del session
-        if reference is not None:
-            row['transformers_ms'] = reference.milliseconds(views)
-        report.add(**row, bind_s=bound_s)
-        report.rows += state
+    with TemporaryDirectory() as folder:
+        scales = Path(folder) / 'scales.json'
+        if 'fp8' in arguments.precision:
+            most = _with_views(base, max(arguments.views))
+            make_scales(backend, in_precision(most, 'bf16', scales), scales)
+        for views in arguments.views:
+            known: dict[str, Actions] = {}
+            peer_ms = None
+            if reference is not None:
+                peer_ms = device_seconds(reference.call(views), backend.device, 5) * 1e3
+            for precision in sorted(arguments.precision):
+                c = in_precision(with_branches(_with_views(base, views)), precision, scales)
+                begin = time.perf_counter()
+                session = Pi0Policy().bind(backend, c)
+                bound_s = time.perf_counter() - begin
+                try:
+                    row = _measure(session, of_fp8 if c.quantised else ceilings,
+                                   arguments.repeats, report, known)
+                    state = state_rows(session, _inputs(c, min(arguments.repeats, STATE_REPEATS)))
+                    if views == arguments.views[-1] and precision == max(arguments.precision):
+                        row['kernels'] = _kernels(session)  # it slows every launch after it
+                finally:
+                    session.close()
+                del session
+                report.add(**row, transformers_ms=peer_ms, bind_s=bound_s)
+                report.rows += [{TABLE: r[TABLE], 'precision': row['precision'], **r}
+                                for r in state]
+                print(f'{views} views, {row["precision"]}: {row["tick_p50_ms"]:.2f} ms',
+                      flush=True)
     report.details['kernels'] = _triton.choices()
     report.notes += [
         'tick: submit to result in the calling thread, new pixels and noise each time; vision, '
@@ -100,9 +123,18 @@ def run(arguments: argparse.Namespace) -> Report:
         f'{ceilings.bytes / 1e12:.2f} TB/s, both measured in this run; mfu and expert_tb_s '
         'against the same counts.',
         'cosine: actions against the plain torch layers run eagerly on the same inputs, worst of '
-        f'{CHECKED}.',
+        f'{CHECKED}; cosine_bf16 and _float32: against those in bfloat16 and, from the same '
+        'weights, in float32; error_of_bf16: mean error against float32 over that of bfloat16.',
     ]
+    if 'fp8' in arguments.precision:
+        report.notes.append(
+            'fp8: scales from random textured frames, none of them measured; floor and mfu as if '
+            f'all were products in FP8, {of_fp8.flops / 1e12:.0f} TFLOP/s; bytes as stored.')
     return report
+
+
+def _with_views(c: Pi0Config, count: int) -> Pi0Config:
+    return replace(c, views=tuple(f'view{i}' for i in range(count)))
 
 
 def base_of(c: Pi0Config, language: int) -> Pi0Config:
@@ -130,7 +162,8 @@ def count(c: Pi0Config) -> Work:
     denoise = c.flow_steps * (2 * S * weights + e.layers * 4 * S * (P + S) * e.q_dim)
     kv = e.layers * P * 2 * e.kv_dim
     size = c.torch_dtype.itemsize
-    return Work(vision, prefix, denoise, c.flow_steps * (weights + kv) * size)
+    weight_size = 1 if c.quantised else size
+    return Work(vision, prefix, denoise, c.flow_steps * (weights * weight_size + kv * size))
 
 
 def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
@@ -144,6 +177,15 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
     product_s = device_seconds(lambda: torch.matmul(a, b, out=out), device)
     copy_s = device_seconds(lambda: target.copy_(source), device)
     return Ceilings(2 * n**3 / product_s, 2 * source.numel() / copy_s)
+
+
+def fp8_rate(device: torch.device) -> float:
+    """Return the FLOP/s of a large product of E4M3 rows and channels with scales of their own."""
+    n = MATMUL
+    data, scale = fp8.quantise_rows(torch.randn((n, n), device=device))
+    weight = fp8.ChannelWeight(data, scale)
+    seconds = device_seconds(lambda: fp8.multiply(data, scale, weight), device)
+    return 2 * n**3 / seconds
 
 
 def device_seconds(action: Callable[[], object], device: torch.device, runs: int = 10) -> float:
@@ -162,8 +204,8 @@ def device_seconds(action: Callable[[], object], device: torch.device, runs: int
     return float(np.median(samples))
 
 
-def _measure(session: Pi0Session, ceilings: Ceilings, repeats: int,
-             report: Report) -> dict[str, Any]:
+def _measure(session: Pi0Session, ceilings: Ceilings, repeats: int, report: Report,
+             known: dict[str, Actions]) -> dict[str, Any]:
     c = session.config
     inputs = _inputs(c, repeats + WARM_UP)
     wall_ms, segments, kept = [], [], []
@@ -180,16 +222,24 @@ def _measure(session: Pi0Session, ceilings: Ceilings, repeats: int,
     work = count(c)
     expert_s = max(work.expert_bytes / ceilings.bytes, work.denoise / ceilings.flops)
     floor_ms = ((work.vision + work.prefix) / ceilings.flops + expert_s) * 1e3
-    worst = session.lane.call(lambda: min(_cosine(session, *pair) for pair in kept)).result()
-    report.details[f'{len(c.views)} views, ms'] = wall_ms
+    checked, found_actions = [pair[0] for pair in kept], [pair[1] for pair in kept]
+    if not c.quantised:
+        known['float32'] = eager_actions(session, checked, exact=True)
+        if c.dtype == 'bfloat16':
+            known['bf16'] = found_actions
+    known['plain'] = eager_actions(session, checked, exact=False)
+    precision = c.precision or c.dtype
+    report.details[f'{len(c.views)} views, {precision}, ms'] = wall_ms
     forward = forward_of(c, session.buffers['prefix_kv'].tensor.device)
     return {
-        'views': len(c.views), 'tick_p50_ms': found['p50'], 'tick_p99_ms': found['p99'],
-        'floor_ms': floor_ms, **{f'{name}_ms': value for name, value in ms.items()},
+        'views': len(c.views), 'precision': precision, 'tick_p50_ms': found['p50'],
+        'tick_p99_ms': found['p99'], 'floor_ms': floor_ms,
+        **{f'{name}_ms': value for name, value in ms.items()},
         'vision_mfu': work.vision / ceilings.flops / ms['vision'] * 1e3,
         'prefix_mfu': work.prefix / ceilings.flops / ms['prefix'] * 1e3,
         'expert_tb_s': work.expert_bytes / ms['denoise'] / 1e9,
-        'forward': forward.__name__.rsplit('.', 1)[-1], 'cosine': worst,
+        'forward': forward.__name__.rsplit('.', 1)[-1], **compared(found_actions, known),
+        'weights_gb': sum(b.nbytes for b in session.buffers.by_role(Role.CONSTANT)) / 1e9,
     }
 
 
@@ -208,22 +258,6 @@ def _inputs(c: Pi0Config, number: int) -> list[TickInput]:
     return made
 
 
-def _cosine(session: Pi0Session, tick_input: TickInput, actions: np.ndarray) -> float:
-    """Compare a chunk with the plain layers run eagerly; lane thread, text as latched."""
-    c, b = session.config, {buffer.name: buffer.tensor for buffer in session.buffers}
-    device, plain, key = b['prefix_kv'].device, pi05 if c.modulated else model, (len(c.views),)
-    write_input(tick_input, 1, session.buffers, c, session.state_text)
-    vision_body(c, plain, b, key)
-    prefix_body(c, plain, b, key)
-    kv, mask = b['prefix_kv'], b['prefix_mask']
-    state = torch.zeros(c.state_width, device=device)
-    state[:c.state_dim] = torch.from_numpy(tick_input.state).to(device)
-    noise = torch.from_numpy(np.asarray(tick_input.noise)).to(device)
-    expected = plain.denoise(noise, state, kv, mask, b, c)[..., :c.action_dim].double().flatten()
-    mine = torch.from_numpy(actions).to(device).double().flatten()
-    return float(mine @ expected / mine.norm() / expected.norm())
-
-
 def _kernels(session: Pi0Session) -> int | None:
     """Count the kernels of one tick; None without CUDA or its profiler."""
     if session.buffers['prefix_kv'].tensor.device.type != 'cuda':
@@ -236,59 +270,3 @@ def _kernels(session: Pi0Session) -> int | None:
         torch.cuda.synchronize()
     names = [event.name for event in profiler.events() or ()]
     return sum(not name.startswith(('Memcpy', 'Memset', 'cuda')) for name in names)
-
-
-class Reference:
-    """transformers' PI0 of the same sizes with random weights, called eagerly."""
-
-    def __init__(self, c: Pi0Config, device: torch.device) -> None:
-        from transformers import PI0Config
-        from transformers import PI0ForConditionalGeneration
-
-        def gemma(d: Any) -> dict[str, Any]:
-            return {'model_type': 'gemma', 'hidden_size': d.width, 'num_hidden_layers': d.layers,
-                    'intermediate_size': d.mlp, 'num_attention_heads': d.heads,
-                    'num_key_value_heads': d.kv_heads, 'head_dim': d.head_dim,
-                    'vocab_size': c.vocab}
-
-        v = c.vision
-        vision = {'model_type': 'siglip_vision_model', 'intermediate_size': v.mlp,
-                  'hidden_size': v.width, 'patch_size': v.patch_size,
-                  'image_size': v.image_size, 'num_hidden_layers': v.layers,
-                  'num_attention_heads': v.heads, 'vision_use_head': False}
-        vlm = {'model_type': 'paligemma', 'text_config': gemma(c.prefix),
-               'vision_config': vision, 'projection_dim': c.prefix.width,
-               'image_token_id': c.vocab}
-        config = PI0Config(vlm_config=vlm, dit_config=gemma(c.expert), chunk_size=c.horizon,
-                           max_state_dim=c.state_width, max_action_dim=c.action_width,
-                           num_inference_steps=c.flow_steps)
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(c.torch_dtype)
-        try:
-            with device:
-                self._model = PI0ForConditionalGeneration(config).eval()
-        finally:
-            torch.set_default_dtype(before)
-        self._config, self._device = c, device
-
-    def milliseconds(self, views: int, runs: int = 5) -> float:
-        """Return the median time of one call with that many views."""
-        c, device = self._config, self._device
-        side, text = c.vision.image_size, c.prompt_tokens + c.subgoal_tokens
-        count = views * c.vision.tokens
-        tokens = torch.full((1, count + text), c.vocab, device=device)
-        tokens[0, count:] = torch.arange(text, device=device)
-        given = {
-            'state': torch.randn(1, c.state_width, device=device, dtype=c.torch_dtype),
-            'input_ids': tokens,
-            'pixel_values': torch.randn(1, views, 3, side, side, device=device,
-                                        dtype=c.torch_dtype),
-            'noise': torch.randn(1, c.horizon, c.action_width, device=device,
-                                 dtype=c.torch_dtype),
-            'attention_mask': torch.ones_like(tokens),
-            'pixel_attention_mask': torch.ones(1, views, dtype=torch.bool, device=device),
-        }
-        with torch.no_grad():
-            action = lambda: self._model.sample_actions(**given)  # noqa: E731
-            action()
-            return device_seconds(action, device, runs) * 1e3

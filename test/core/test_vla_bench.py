@@ -41,6 +41,19 @@ def test_the_bench_runs_pi05_whose_state_is_part_of_its_language(
     assert row['cosine'] > 0.999999 and row['forward'] == 'pi05'
 
 
+def test_precisions_are_compared_on_the_same_weights_and_inputs(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(['vla', '--config', 'tiny', '--device', 'cpu', '--views', '1', '--repeats', '2',
+                 '--prompt', '8', '--precision', 'fp8', 'bf16', '--out', str(tmp_path)]) == 0
+    capsys.readouterr()
+    (path,) = tmp_path.glob('vla-*.json')
+    plain, packed = [row for row in json.loads(path.read_text())['rows'] if 'table' not in row]
+    assert [plain['precision'], packed['precision']] == ['bf16', 'fp8']
+    assert plain['cosine_bf16'] == pytest.approx(1) and plain['error_of_bf16'] == 1
+    assert 0.995 < packed['cosine_float32'] < plain['cosine_float32'] and packed['cosine'] > 0.9999
+    assert packed['error_of_bf16'] > 2 and packed['weights_gb'] < plain['weights_gb']
+
+
 def test_the_published_prompts_are_the_default():
     assert base_of(PI0, 0).text_tokens == 48 and base_of(PI05, 0).text_tokens == 200
 
