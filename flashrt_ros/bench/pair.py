@@ -144,7 +144,7 @@ def _family(device: str, name: str) -> Planner:
         return make_planner(name)
     on = pick_backend(device).device
     return replace(QWEN3_5, load_config=partial(short, on), load_constants=partial(
-        load_constants, draw=partial(drawn, on)))
+        load_constants, draw=partial(drawn, on, False)))
 
 
 def short(device: torch.device, source: str) -> tuple[Qwen35Config, Settings]:
