@@ -273,6 +273,10 @@ class LockStep:
         if not np.array_equal(measured, self.world.joints):
             self.world.displace(measured)
             self.note('the drawn arm follows the measured joints')
+        if bool(reply.solved) != self.world.solved():
+            failure = f"{self.episode.title}: the drawn world is not the robot's"
+            if failure not in self.run.failures:
+                self.run.failures.append(failure)
         self.states.append(self.world.snapshot())
         self.terminal.progress(self.episode.steps, self._limit, self.episode.task, self._panel)
 

@@ -2,13 +2,18 @@
 
 import argparse
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 import io
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+from flashrt_core.tabletop import expert_action
+from flashrt_core.tabletop import goal_reached
+from flashrt_core.tabletop import parse_task
 from flashrt_ros import processes
 from flashrt_ros.demo import play
 from flashrt_ros.demo.brain import Brain
@@ -16,6 +21,7 @@ from flashrt_ros.demo.lockstep import LockStep
 from flashrt_ros.demo.record import Run
 from flashrt_ros.demo.story import Story
 from flashrt_ros.demo.terminal import Terminal
+from flashrt_ros.msg import SubgoalOutcome
 from flashrt_ros.processes import ProcessGroup
 
 pytestmark = pytest.mark.ros
@@ -36,22 +42,52 @@ class Fakes(Brain):
         return {}
 
 
-@pytest.fixture(scope='module')
-def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LockStep]:
-    folder = tmp_path_factory.mktemp('story')
+@contextmanager
+def a_stage(folder: Path, steps: int, **env: str) -> Iterator[LockStep]:
     robot = yaml.safe_load(PLAIN.read_text())
     robot['pose_gap'] = 3.0  # the fake policy's targets lie anywhere
     (folder / 'robot.yaml').write_text(yaml.safe_dump(robot))
     brain = Fakes('', '', True, True, 2, str(folder / 'robot.yaml'))
     args = argparse.Namespace(device='cpu', out=folder)
     terminal = Terminal(io.StringIO())
-    patch = pytest.MonkeyPatch()
-    patch.setitem(processes.MODULES, 'bringup', '_demo_process')
-    patch.setenv('PYTHONPATH', f'{HERE}:{HERE.parents[1]}')
-    with ProcessGroup(folder / 'log') as group:
-        with play._start(group, args, brain, terminal, lock_step=True) as conductor:
-            yield LockStep(conductor, brain, Run('', ''), terminal, 200)
-    patch.undo()
+    with pytest.MonkeyPatch().context() as patch:
+        patch.setitem(processes.MODULES, 'bringup', '_demo_process')
+        env['PYTHONPATH'] = f'{HERE}:{HERE.parents[1]}'
+        with ProcessGroup(folder / 'log', env=env) as group, play._start(
+                group, args, brain, terminal, lock_step=True) as conductor:
+            yield LockStep(conductor, brain, Run('', ''), terminal, steps)
+
+
+@pytest.fixture(scope='module')
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LockStep]:
+    with a_stage(tmp_path_factory.mktemp('story'), 200) as made:
+        yield made
+
+
+class Teacher:
+    """Takes the policy's place at the arm: commands what the expert would, and says done."""
+
+    def __init__(self, stage: LockStep) -> None:
+        self._stage, self._real = stage, stage.conductor.executor_step
+        stage.conductor.executor_step = self.step
+
+    def step(self, stamp_ns: int) -> Any:
+        stage, reply = self._stage, self._real(stamp_ns)
+        item, state = stage.episode.subgoals[-1], stage.states[-1]
+        goals = parse_task(item.text)
+        reply.positions = expert_action(state, goals).tolist()
+        stage.conductor.publish(reply.positions, reply.joint_names, stamp_ns)
+        if reply.ticked and item.outcome == 'open' and goal_reached(goals[0], state):
+            reply.subgoal_done = item.sequence
+            stage.planner.tell(item.sequence, SubgoalOutcome.DONE, 'the teacher says so')
+        return reply
+
+
+@pytest.fixture(scope='module')
+def taught(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LockStep]:
+    with a_stage(tmp_path_factory.mktemp('taught'), 400, TAUGHT='1') as made:
+        Teacher(made)
+        yield made
 
 
 def test_a_plan_goes_on_from_subgoal_to_subgoal_as_the_policy_says_done(stage: LockStep) -> None:
@@ -118,3 +154,25 @@ def test_a_retry_rolls_back_plays_the_best_of_n_and_plans_anew(stage: LockStep) 
         'snapshot', 'slip', 'rollback', 'fork', 'rollback', 'fork', episode.marks[0][1]]
     assert fork.selected in (0, 1) and len(fork.chunks) == 2
     assert stage.run.plans[-1].code == 'ok'
+
+
+def test_an_arm_that_is_able_is_interrupted_while_it_carries_and_solves_the_new_task(
+        taught: LockStep) -> None:
+    Story(taught).play(2)
+    for episode in taught.run.episodes[-2:]:
+        assert episode.solved, episode
+        assert [(item.outcome, item.holds) for item in episode.subgoals] == [
+            ('superseded', None), ('done', True), ('done', True)]
+        assert episode.subgoals[1].interrupt and episode.subgoals[1].written < 100
+    assert taught.run.comparisons[-1].equal, taught.run.comparisons
+    assert not taught.run.failures
+
+
+def test_an_arm_that_is_able_tries_again_after_a_slip(taught: LockStep) -> None:
+    Story(taught).tried_again()
+    episode, held = taught.run.episodes[-1], [state.held >= 0 for state in taught.states]
+    slipped = next(place for place, text in episode.marks if text == 'slip')
+    assert held[slipped] and not held[slipped + 1], 'it was held until then'
+    assert any(held[slipped + 2:]) and episode.solved
+    assert 'nothing was held' not in episode.note
+    assert not taught.run.failures
