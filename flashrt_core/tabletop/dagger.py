@@ -8,6 +8,7 @@ from flashrt_core.tabletop.dataset import episode
 from flashrt_core.tabletop.dataset import join
 from flashrt_core.tabletop.dataset import Samples
 from flashrt_core.tabletop.driver import Driver
+from flashrt_core.tabletop.driver import one_thread
 
 _driver: Driver | None = None
 
@@ -32,6 +33,7 @@ def roll_out(config: Path, first: int, episodes: int, workers: int,
 
 def _bind(config: Path) -> None:
     global _driver
+    one_thread()
     _driver = Driver(config)
 
 

@@ -3,10 +3,13 @@
 from pathlib import Path
 from typing import Any
 
+import cv2
 import numpy as np
 from numpy.typing import NDArray
+import torch
 
 from flashrt_core.capsule import CapsuleStore
+from flashrt_core.capsule import Mark
 from flashrt_core.policies import make_policy
 from flashrt_core.policies.done import DoneWatch
 from flashrt_core.policies.preprocess import letterbox
@@ -32,10 +35,12 @@ class Driver:
 
     :param config: of the policy, see ``policies.pi0.load_config``.
     :param camera: width and height that the cameras send; the policy gets them letterboxed.
+    :param best_of: candidates of each tick, of which the config's selector keeps one.
     ``done``: whether the policy says that its subgoal is done, see ``policies.done``.
     """
 
-    def __init__(self, config: Any, device: str = 'cpu', camera: int = CAMERA) -> None:
+    def __init__(self, config: Any, device: str = 'cpu', camera: int = CAMERA,
+                 best_of: int = 1) -> None:
         backend = pick_backend(device)
         self.session = make_policy('pi0').bind(
             backend, str(config) if isinstance(config, Path) else config)
@@ -44,6 +49,7 @@ class Driver:
         self.session.lane.at_boundary(
             lambda: self.store.snapshot(boundary, START, pin=True)).result()
         self._size, self._camera = self.session.config.vision.image_size, camera
+        self._best_of = best_of
         self._goal: Goal | None = None  # the latched one
         self._sequence = 0
         self._played = 0
@@ -69,6 +75,19 @@ class Driver:
         self._watch.clear()
         self.done = False
 
+    def mark(self) -> Mark:
+        """Return a point to go back to; between two chunks."""
+        boundary = self.session.boundary
+        return self.session.lane.at_boundary(lambda: self.store.mark(boundary)).result()
+
+    def rollback(self, mark: Mark, seed: int) -> None:
+        """Take the policy back to a mark, the world stays; the next chunk is drawn by ``seed``."""
+        boundary = self.session.boundary
+        self.session.lane.at_segment_end(lambda: self.store.rollback(boundary, mark)).result()
+        self._goal, self._chunk, self._played, self._seed = None, None, 0, seed
+        self._watch.clear()
+        self.done = False
+
     def _tick(self, state: WorldState, goal: Goal | None) -> None:
         subgoal = None
         if goal != self._goal:
@@ -79,7 +98,8 @@ class Driver:
                   for view in ('top', 'wrist')}
         chunk = self.session.tick(TickInput(
             images, state.joints.astype(np.float32), steps_executed=self._played,
-            subgoal=subgoal, seed=self._seed if self._chunk is None else None))
+            subgoal=subgoal, seed=self._seed if self._chunk is None else None,
+            best_of=self._best_of))
         self._chunk, self._played = chunk.actions[0], 0
         self.done = self._watch.observe(self._chunk)
 
@@ -87,3 +107,9 @@ class Driver:
         """Free the session and its capsules."""
         self.session.close()
         self.store.close()
+
+
+def one_thread() -> None:
+    """Have this process compute on one core: there are as many processes as cores."""
+    torch.set_num_threads(1)
+    cv2.setNumThreads(1)

@@ -7,6 +7,7 @@ colours. The scene text is an oracle: it is written from the world's state, not 
 ``plan := goal {"; " goal} "." | "cannot."``        (goals as in ``tasks``)
 """
 
+from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -164,8 +165,24 @@ def draw_example(rng: np.random.Generator, held_out: bool = False) -> Example:
             return example
 
 
-def _draw(rng: np.random.Generator) -> Example:
-    scene = _draw_scene(rng)
+def draw_task(rng: np.random.Generator, scene: Scene, most_in_a_zone: int) -> Example:
+    """Draw an instruction for this scene whose plan can be judged by where everything is after it.
+
+    Every block is put once, at most ``most_in_a_zone`` of them into a zone, and then the arm may
+    be asked to go home. What training holds out comes up too.
+    """
+    while True:
+        plan = (example := _draw(rng, scene)).plan
+        puts = plan[:-1] if plan and plan[-1] == Goal('home') else plan
+        crowds = Counter(goal.zone for goal in puts)
+        if (sorted(goal.block for goal in puts) == sorted(scene.blocks)
+                and all(goal.verb == 'put' for goal in puts)
+                and max(crowds.values()) <= most_in_a_zone):
+            return example
+
+
+def _draw(rng: np.random.Generator, scene: Scene | None = None) -> Example:
+    scene = scene or _draw_scene(rng)
     if _chance(rng, 0.05):
         text = _pick(rng, _NONSENSE)
         return Example(_dress(rng, text), scene, (), ('nonsense',))

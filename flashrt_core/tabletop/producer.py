@@ -14,12 +14,12 @@ import multiprocessing
 from pathlib import Path
 import threading
 
-import cv2
 import numpy as np
 from numpy.typing import NDArray
 
 from flashrt_core.tabletop import dataset
 from flashrt_core.tabletop.driver import Driver
+from flashrt_core.tabletop.driver import one_thread
 
 OWN_SEEDS = 2**30    # first seed of the episodes that the policy itself drives
 EXPERT_AMONG = 4     # once the policy drives, one episode of so many stays the expert's
@@ -87,14 +87,6 @@ class Producer:
     def _kinds(self) -> Iterator[str]:
         for number in itertools.count():
             yield 'own' if self._policy and number % EXPERT_AMONG else 'expert'
-
-
-def one_thread() -> None:
-    """Have this process compute on one core: there are as many processes as cores."""
-    import torch
-
-    torch.set_num_threads(1)
-    cv2.setNumThreads(1)
 
 
 def produce(seed: int, size: int, policy: str = '') -> Piece:

@@ -26,7 +26,7 @@ _LAID_M = 0.05
 # No table of the training set has a block whose centre lies in one of these discs at the start.
 HELD_OUT_SPOTS_M = ((0.36, 0.16), (0.52, -0.12))
 HELD_OUT_RADIUS_M = 0.04
-_MOST_IN_A_ZONE = 2
+MOST_IN_A_ZONE = 2
 _WORDS = WordTokenizer()
 
 
@@ -58,18 +58,6 @@ def draw_goal(
     chosen = verb or ('put', 'put', 'pick', 'home')[int(rng.random() * 4)]
     goals = [goal for goal in _goals(state, chosen, pairs) if not goal_reached(goal, state)]
     return goals[int(rng.random() * len(goals))] if goals else None
-
-
-def draw_puts(rng: np.random.Generator, state: WorldState) -> tuple[Goal, ...]:
-    """Draw one put for each block, in any order, at most two blocks to a zone."""
-    room = {zone: _MOST_IN_A_ZONE for zone in state.zone_names}
-    goals = []
-    for index in np.argsort(rng.random(len(state.blocks)), kind='stable').tolist():
-        zones = [zone for zone, left in room.items() if left]
-        zone = zones[int(rng.random() * len(zones))]
-        room[zone] -= 1
-        goals.append(Goal('put', state.block_names[index], zone))
-    return tuple(goals)
 
 
 def settled(goal: Goal | None, state: WorldState) -> bool:
@@ -105,4 +93,4 @@ def _goals(state: WorldState, verb: str, pairs: str) -> Sequence[Goal]:
 
 def _has_room(state: WorldState, block: str, zone: str) -> bool:
     others = [Goal('put', other, zone) for other in state.block_names if other != block]
-    return sum(goal_reached(goal, state) for goal in others) < _MOST_IN_A_ZONE
+    return sum(goal_reached(goal, state) for goal in others) < MOST_IN_A_ZONE

@@ -56,6 +56,7 @@ WEIGHTS, CONFIG, EXPERT, OWN = (
 UNITS = ('rad', 'rad', 'rad', '1', 'probability')
 TURN = 'turn{}'
 CANDIDATES = 8  # that a tick may choose from
+BRANCHES = 4    # of a fork
 TIMED = 'timed'
 SPARE_S = 12.0         # to write what was learnt
 ROUND_S = 30.0         # from one version of the policy that records episodes to the next
@@ -75,7 +76,7 @@ def sizes() -> Pi0Config:
         horizon=dataset.HORIZON, state_dim=4, action_dim=dataset.ACTIONS, state_width=4,
         action_width=8, units=UNITS,
         relative=(0, 1, 2), statistics=Statistics(), blend_steps=0, rows=CANDIDATES,
-        row_keys=(1,), best_of_keys=(CANDIDATES,),
+        row_keys=(1, BRANCHES), best_of_keys=(CANDIDATES,),
     )  # fmt: skip
 
 

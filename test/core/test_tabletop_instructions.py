@@ -11,6 +11,7 @@ from flashrt_core.tabletop import Goal
 from flashrt_core.tabletop import World
 from flashrt_core.tabletop.instructions import describe
 from flashrt_core.tabletop.instructions import draw_example
+from flashrt_core.tabletop.instructions import draw_task
 from flashrt_core.tabletop.instructions import Example
 from flashrt_core.tabletop.instructions import format_plan
 from flashrt_core.tabletop.instructions import HELD_OUT_CHAINS
@@ -86,3 +87,13 @@ def test_the_scene_of_a_world_tells_blocks_zones_and_what_lies_in_them() -> None
     assert len(scene.blocks) == 3 and len(scene.zones) == 2 and scene.places == (-1, -1, -1)
     scene = Scene(('red', 'blue'), ('green',), (-1, 0))
     assert str(scene) == 'blocks: red, blue. zones: green. blue in green.'
+
+
+def test_a_task_puts_every_block_once_and_at_most_two_into_a_zone() -> None:
+    rng = np.random.default_rng(0)
+    for seed in range(30):
+        scene = describe(World(seed, blocks=3, zones=2).snapshot())
+        puts = [goal for goal in draw_task(rng, scene, 2).plan if goal.verb == 'put']
+        zones = [goal.zone for goal in puts]
+        assert sorted(goal.block for goal in puts) == sorted(scene.blocks)
+        assert max(map(zones.count, zones)) <= 2

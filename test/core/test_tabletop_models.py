@@ -20,7 +20,7 @@ def prefix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_model_is_found_where_all_its_files_are(prefix: Path) -> None:
     assert models.trained('policy') is None
-    with pytest.raises(ConfigError, match='no trained policy in .*train_policy all --out'):
+    with pytest.raises(ConfigError, match=r'no trained policy in .*train_policy all --out'):
         models.needed('policy')
     (prefix / 'policy').mkdir(parents=True)
     (prefix / 'policy' / 'policy.yaml').touch()

@@ -108,18 +108,40 @@ def test_the_policy_plays_a_few_steps_of_a_chunk_and_says_how_sure_it_is(folder:
 def test_the_evaluation_runs_where_the_expert_cannot_be_imported(folder: Path) -> None:
     code = (
         'import sys\n'
-        'sys.modules["flashrt_core.tabletop.expert"] = None\n'
+        'from flashrt_core.tabletop import evaluate as e\n'
+        'e.forbid_expert()\n'
         'from flashrt_core.tabletop.driver import Driver\n'
-        'from flashrt_core.tabletop.evaluate import skill, whole\n'
         'driver = Driver(sys.argv[1])\n'
-        'import flashrt_core.tabletop.evaluate as e\n'
         'e.LONGEST = 12\n'
-        'print(skill(driver, 0, "pick"), whole(driver, 0)[0])\n'
-        'driver.close()\n')
+        'tasks = [("pick", 0), ("home", 0), ("episode", 0)]\n'
+        'results = [e.skill(driver, 0, "pick"), e.skill(driver, 0, "home"),\n'
+        '           e.whole(driver, 0, None)]\n'
+        'print(*e.report(tasks, results), sep=";")\n'
+        'driver.close()\n'
+        'try:\n'
+        '    import flashrt_core.tabletop.expert\n'
+        'except ImportError:\n'
+        '    print("forbidden")\n')
     run = subprocess.run([sys.executable, '-c', code, str(folder / train_policy.CONFIG)],
                          capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
-    assert run.stdout.split()[1] == '1'
+    assert run.stdout.splitlines() == [
+        'pick;home;episodes, 1 blocks;episodes;plans of episodes', 'forbidden']
+
+
+def test_the_policy_goes_back_to_a_mark(folder: Path) -> None:
+    driver = Driver(folder / train_policy.CONFIG, best_of=1)
+    state = World(3, blocks=1, zones=1).snapshot()
+    try:
+        driver.reset(1)
+        mark = driver.mark()
+        first = driver.act(state, Goal('home'))
+        driver.rollback(mark, 1)
+        assert np.array_equal(first, driver.act(state, Goal('home')))
+        driver.rollback(mark, 2)
+        assert not np.array_equal(first, driver.act(state, Goal('home')))
+    finally:
+        driver.close()
 
 
 def test_a_folder_without_samples_is_refused(
