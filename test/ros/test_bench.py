@@ -26,6 +26,7 @@ from flashrt_ros.embodiment import load_embodiment
 from flashrt_ros.statistics import Counters
 from flashrt_ros.subgoals import SubgoalSlot
 
+BRINGUP = ['--seconds', '1', '--solo-seconds', '1', '--interrupts', '2']
 ENV = {**os.environ, 'PYTHONPATH': str(SOURCE_ROOT), 'OMP_NUM_THREADS': '2'}
 
 
@@ -152,7 +153,8 @@ def test_an_interrupt_counts_from_its_own_chunk_and_the_command_after_that():
     ('name', 'options'),
     [('tick', ['--seconds', '4']), ('reset', ['--count', '5']),
      ('tick', ['--seconds', '4', '--robot', 'tabletop', '--tick-period-steps', '8']),
-     ('bringup', ['--seconds', '1', '--solo-seconds', '1', '--interrupts', '2'])],
+     ('bringup', BRINGUP),
+     pytest.param('bringup', [*BRINGUP, '--device', 'cuda'], marks=pytest.mark.gpu)],
 )
 def test_a_short_run_ends_with_a_table_and_a_json_file(tmp_path, name, options):
     command = [sys.executable, '-m', 'flashrt_core.bench', name, '--out', str(tmp_path)]

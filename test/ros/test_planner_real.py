@@ -12,6 +12,8 @@ from flashrt_core.tabletop.instructions import parse_plan
 
 pytestmark = pytest.mark.ros
 SCENE = 'blocks: red. zones: blue.'
+DEVICES = pytest.mark.parametrize(
+    'device', ['cpu', pytest.param('cuda', marks=pytest.mark.gpu)])
 
 
 def plan_of(goal) -> str:
@@ -25,11 +27,12 @@ def plan_of(goal) -> str:
     return text()
 
 
+@DEVICES
 @pytest.mark.parametrize('form', ['tabletop', 'plain'])
 def test_plans_are_of_the_grammar_and_the_same_after_whatever_came_between(
-        tmp_path: Path, form: str) -> None:
-    with planner_rig(tmp_path, real=True, prompt_form=form, temperature=1.0, seed=5
-                     ) as (planner, _):
+        tmp_path: Path, form: str, device: str) -> None:
+    with planner_rig(tmp_path, real=True, device=device, prompt_form=form, temperature=1.0,
+                     seed=5) as (planner, _):
         first = plan_of(planner.goal(TWO, scene=SCENE, dry_run=True))
         parse_plan(first)
         others = {plan_of(planner.goal(f'go home {i}', dry_run=True)) for i in range(4)}
@@ -45,8 +48,9 @@ def test_plans_are_of_the_grammar_and_the_same_after_whatever_came_between(
         assert (result.context_tokens > 0) == (form == 'plain')
 
 
-def test_a_plan_goes_on_from_a_capsule_as_it_went_on_before(tmp_path: Path) -> None:
-    with planner_rig(tmp_path, real=True, prompt_form='plain') as (planner, _):
+@DEVICES
+def test_a_plan_goes_on_from_a_capsule_as_it_went_on_before(tmp_path: Path, device: str) -> None:
+    with planner_rig(tmp_path, real=True, device=device, prompt_form='plain') as (planner, _):
         plan_of(planner.goal(TWO, dry_run=True))
         session = planner.session
         end = session.position
