@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from torch import Tensor
@@ -19,6 +18,7 @@ from flashrt_core.checkpoints.qwen3_5 import qwen3_5_canonical
 from flashrt_core.checkpoints.qwen3_5 import qwen3_5_ignored
 from flashrt_core.checkpoints.qwen3_5 import qwen3_5_packed
 from flashrt_core.checkpoints.qwen3_5 import qwen3_5_targets
+from flashrt_core.checkpoints.workers import in_parallel
 from flashrt_core.planners.qwen3_5.config import Qwen35Config
 from flashrt_core.planners.qwen3_5.precision import place
 from flashrt_core.planners.qwen3_5.weights import random_tensor
@@ -28,7 +28,6 @@ from flashrt_core.planners.qwen3_5.weights import tensor_specs
 from flashrt_core.policies.pi0.weights import WeightSpec
 from flashrt_core.runtime import BufferSet
 
-LOADERS = 4
 PIECE_BYTES = 256 << 20
 Draw = Callable[[Qwen35Config, str, WeightSpec], Tensor]
 
@@ -49,7 +48,7 @@ def load_constants(c: Qwen35Config, buffers: BufferSet, tell: Callable[[float], 
             for at, rows in _pieces(draw(c, name, specs[name])):
                 place(c, b, name, at, rows)
 
-        _fill(list(specs), make, tell)
+        in_parallel(list(specs), make, lambda done: tell(done / len(specs)))
         return
     shared = buffers.backend.memory().integrated
     with SafetensorsReader(c.weights, drop_cache=shared) as reader:
@@ -64,13 +63,7 @@ def load_constants(c: Qwen35Config, buffers: BufferSet, tell: Callable[[float], 
             for at, rows in read_rows(targets[name], names, reader, specs[name].dtype):
                 place(c, b, name, at, rows)
 
-        _fill(list(targets), read, tell)
-
-
-def _fill(names: list[str], fill: Callable[[str], None], tell: Callable[[float], None]) -> None:
-    with ThreadPoolExecutor(LOADERS, thread_name_prefix='load') as pool:
-        for done, _ in enumerate(pool.map(fill, names), start=1):
-            tell(done / len(names))
+        in_parallel(list(targets), read, lambda done: tell(done / len(targets)))
 
 
 def _pieces(tensor: Tensor) -> Iterator[tuple[slice, Tensor]]:

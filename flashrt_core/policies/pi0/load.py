@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 import hashlib
@@ -26,6 +25,7 @@ from flashrt_core.checkpoints import pi0_targets
 from flashrt_core.checkpoints import read_into
 from flashrt_core.checkpoints import SafetensorsReader
 from flashrt_core.checkpoints import Target
+from flashrt_core.checkpoints.workers import in_parallel
 from flashrt_core.nn.fp8 import input_scale
 from flashrt_core.nn.fp8 import quantise_into
 from flashrt_core.nn.fp8 import SCALES
@@ -45,7 +45,6 @@ from flashrt_core.policies.pi0.weights import WeightSpec
 from flashrt_core.runtime import BufferSet
 from flashrt_core.runtime import Role
 
-LOADERS = 4
 Tell = Callable[[float], None]
 Fill = Callable[[str, Tensor], None]  # weight by name -> into a tensor of its shape
 
@@ -123,7 +122,7 @@ def _load(c: Pi0Config, buffers: BufferSet, fill: Fill, tell: Tell) -> Digests:
         else:
             fill(name, buffers[name].tensor)
 
-    _in_parallel(names, load, tell, 0, total)
+    in_parallel(names, load, lambda done: tell(done / total))
     if scales is not None:
         check_weights(scales, plain_digest(c, buffers, plain))
     of_scales = '' if scales is None else scales.digest
@@ -145,7 +144,7 @@ def _load(c: Pi0Config, buffers: BufferSet, fill: Fill, tell: Tell) -> Digests:
     def modulate_norm(norm: str) -> None:
         table[:, norms.index(norm)].copy_(modulate(norm, given_condition, source))
 
-    _in_parallel(norms, modulate_norm, tell, len(names), total)
+    in_parallel(norms, modulate_norm, lambda done: tell((len(names) + done) / total))
     sources = ''.join(read[name] for name in sorted(read))
     weights = hashlib.sha256(f'{weights_digest(given)}{sources}'.encode()).hexdigest()
     return Digests(weights, weights_digest({MODULATION: table}), of_scales)
@@ -173,11 +172,3 @@ def plain_digest(c: Pi0Config, buffers: BufferSet, known: Mapping[str, str]) -> 
     each = [known.get(name) or weights_digest({name: buffers[name].tensor})
             for name in sorted(weight_specs(c))]
     return hashlib.sha256(''.join(each).encode()).hexdigest()
-
-
-def _in_parallel(
-    names: Sequence[str], work: Callable[[str], None], tell: Tell, done: int, total: int
-) -> None:
-    with ThreadPoolExecutor(LOADERS, thread_name_prefix='load') as pool:
-        for i, _ in enumerate(pool.map(work, names), start=done + 1):
-            tell(i / total)
