@@ -5,6 +5,7 @@ Actions say where they come from: every joint's target is ``level(seed)`` plus t
 """
 
 from collections.abc import Callable
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from dataclasses import field
@@ -13,6 +14,7 @@ import threading
 import time
 from typing import Any
 
+import numpy as np
 import torch
 
 from flashrt_core.capsule import Boundary
@@ -20,11 +22,13 @@ from flashrt_core.capsule import Identity
 from flashrt_core.errors import BadSize
 from flashrt_core.errors import DeviceLost
 from flashrt_core.policies import Chunk
+from flashrt_core.policies import Frame
 from flashrt_core.policies import make_tokenizer
 from flashrt_core.policies import MemoryNeed
 from flashrt_core.policies import Modality
 from flashrt_core.policies import PortSpec
 from flashrt_core.policies import TickInput
+from flashrt_core.policies.protocol import Candidates
 from flashrt_core.runtime import BufferSet
 from flashrt_core.runtime import BufferSpec
 from flashrt_core.runtime import Graph
@@ -34,6 +38,7 @@ from flashrt_core.runtime import Plan
 from flashrt_core.runtime import Role
 
 LEVELS, LEVEL_STEP, TICK_STEP = 20, 1e-3, 1e-6
+SPREAD = 0.25  # of its candidates, which are all the same
 SEGMENTS = ('look', 'think', 'act')
 I64, F32 = torch.int64, torch.float32
 
@@ -79,6 +84,7 @@ class FakeConfig:
     tokenizer: str = 'words'
     chunk_mode: str = 'blend'
     action_units: str = 'rad'
+    guidance: bool = False
 
 
 def ports_of(c: FakeConfig) -> tuple[PortSpec, ...]:
@@ -88,6 +94,7 @@ def ports_of(c: FakeConfig) -> tuple[PortSpec, ...]:
         PortSpec('state', Modality.STATE, 'float32', (c.joints,), 'rad'),
         PortSpec('prompt', Modality.TEXT, 'int64', (c.prompt_tokens,), 'token id'),
         PortSpec('subgoal', Modality.SUBGOAL, 'int64', (c.subgoal_tokens,), 'token id'),
+        *([PortSpec('guidance', Modality.GUIDANCE, 'float32', (), '1')] if c.guidance else []),
         PortSpec('action', Modality.ACTION, 'float32', (c.horizon, c.joints), c.action_units))
 
 
@@ -115,6 +122,7 @@ class FakeSession:
         self.buffers['seed'].tensor.fill_(c.seed)
         self.lane = Lane(backend, 'fake', timeout_s=30.0).start()
         self._input: TickInput | None = None
+        self._shown: Mapping[str, Frame] = {}
         self._plans = {rows: self._plan(rows) for rows in c.row_keys}
         self.plan_keys = {rows: {s.label: s.key for s in plan.segments}
                           for rows, plan in self._plans.items()}
@@ -218,9 +226,16 @@ class FakeSession:
             b['actions'].row(0)[0, 0] = float('nan')
 
     def _chunk(self, rows: int) -> Chunk:
-        b = self.buffers
-        return Chunk(b['actions'].tensor[:rows].numpy().copy(), int(b['tick'].row(0)) - 1,
-                     int(b['subgoal_sequence'].row(0)), graph_keys=self.plan_keys[rows])
+        b, t = self.buffers, self._input
+        assert t is not None
+        reused = tuple(v for v, frame in t.frames.items() if self._shown.get(v) is frame)
+        self._shown = t.frames
+        actions = b['actions'].tensor[:rows].numpy().copy()
+        candidates, n = None, t.best_of
+        if n > 1:
+            candidates = Candidates(actions.repeat(n, 0), np.zeros(n, np.float32), SPREAD, n - 1)
+        return Chunk(actions, int(b['tick'].row(0)) - 1, int(b['subgoal_sequence'].row(0)),
+                     graph_keys=self.plan_keys[rows], candidates=candidates, reused_views=reused)
 
 
 class FakePolicy:
