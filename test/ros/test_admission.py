@@ -1,5 +1,6 @@
 """Tests of flashrt_ros.admission, under a clock that moves only when something waits."""
 
+import random
 import threading
 from types import SimpleNamespace
 
@@ -125,6 +126,29 @@ def test_one_never_measured_starts_right_after_a_tick_and_is_counted() -> None:
     robot.schedule = [(at + 80, at + 94, at + 160)]
     assert robot.segment('new', 3) == at + 94
     assert robot['segments_unmeasured'] == 1
+
+
+def test_a_minute_of_decoding_beside_ticks_keeps_most_tokens_and_meets_no_tick() -> None:
+    robot, chance = Robot(), random.Random(3)
+    robot.measured('decode', 5)
+    first, tick_ms, gap_ms = robot.now_ms + 10, 14.5, 0.2
+    begins = [first + 80 * i for i in range(750)]
+    robot.schedule = [(at, at + tick_ms, at + 80) for at in begins]
+    robot.subject.tick_began(int(first * MS))
+    robot.subject.tick_ended()
+    spent_ms, decoded = 0.0, []
+    while robot.now_ms < begins[-1]:
+        takes_ms = chance.uniform(4.8, 5.4)
+        decoded.append((robot.segment('decode', takes_ms), takes_ms))
+        robot.now_ms += gap_ms
+        spent_ms += takes_ms + gap_ms
+    share = spent_ms / (decoded[-1][0] - decoded[0][0])
+    assert 0.7 < share < 1 - tick_ms / 80
+    assert robot['segments_waited'] >= 740 and robot['segments_oversize'] == 0
+    phases = [(begun - first) % 80 for begun, _ in decoded if begun > first]
+    assert min(phases) >= tick_ms - 1e-6, 'none begins while a tick runs'
+    ends = [(begun - first) % 80 + takes for begun, takes in decoded if begun > first]
+    assert max(ends) < 80, 'none is still running when the next one begins'
 
 
 def test_while_the_robot_holds_nothing_is_due() -> None:
