@@ -5,9 +5,10 @@ os.environ['TRITON_INTERPRET'] = '1'
 
 from dataclasses import replace
 
-import numpy as np
+from _interpret_fp8 import FLIPS
+from _interpret_fp8 import quantised
+from _interpret_fp8 import round_to_nearest
 import torch
-from triton.runtime import interpreter
 
 from flashrt_core.kernels import _fp8
 from flashrt_core.kernels import skinny
@@ -29,7 +30,6 @@ CONFIG = replace(
     expert=GemmaDims(width=128, layers=2, heads=4, kv_heads=2, head_dim=32, mlp=256),
     vocab=64, horizon=6, flow_steps=2)
 EXACT = 1e-5     # float32 in another order
-FLIPS = 0.05     # values that lie between two of E4M3 and are rounded to the other one
 CPU = torch.device('cpu')
 GELU = 1e-3      # torch's product with GELU is the exact one on the CPU, by tanh on CUDA
 
@@ -88,24 +88,12 @@ def check_forward() -> None:
     assert close(fast.denoise(noise, state, kv, mask, w, c, guide, free), expected, EXACT)
 
 
-def rounded_to_nearest(
-        value: np.ndarray, source: object, target: object, mode: object) -> np.ndarray:
-    """Convert float32 to E4M3: the interpreter loses the carry of a mantissa that rounds up."""
-    if (source.name, target.name) != ('fp32', 'fp8e4nv'):
-        return CONVERT(value, source, target, mode)
-    given = torch.from_numpy(np.ascontiguousarray(value).view(np.float32))
-    return given.to(fp8.E4M3).view(torch.uint8).numpy().reshape(value.shape)
-
-
-CONVERT = interpreter._convert_float
-
-
 def check_fp8() -> None:
     """In FP8 each function equals the plain layers on the same quantised weights but for flips.
 
     The stream is float32, for the interpreter has no products of bfloat16.
     """
-    interpreter._convert_float = rounded_to_nearest
+    round_to_nearest()
     assert _fp8._check_rows(CPU) and _fp8._check_folds(CPU)
     fast.product = lambda *given: fp8.product(*given).float()
     plain, c = weights(), replace(CONFIG, precision='fp8', scales='none')
@@ -132,17 +120,6 @@ def check_fp8() -> None:
     assert close(found - noise, expected - noise, FLIPS)
     assert not close(expected - noise, exact - noise, FLIPS)
     assert torch.equal(fast.denoise(noise[1:], state, kv, mask, w, c), found[1:])
-
-
-def quantised(plain: dict[str, torch.Tensor], largest: dict[str, float]) -> fp8.Fp8Weights:
-    """Give the weights with those that have a largest input in E4M3."""
-    made = dict(plain)
-    for name, top in largest.items():
-        of_input = torch.tensor(fp8.input_scale(top))
-        made[name], made[f'{name}.scale'] = fp8.quantise(plain[name])
-        made[f'{name}.input_scale'] = of_input
-        made[f'{name}.both_scales'] = made[f'{name}.scale'] * of_input
-    return fp8.Fp8Weights(made)
 
 
 if __name__ == '__main__':

@@ -36,7 +36,7 @@ def test_the_fast_expert_equals_the_plain_layers_in_tritons_interpreter():
         capture_output=True, text=True, timeout=300, check=False,
         env=os.environ | {'PYTHONPATH': str(Path(flashrt_core.__path__[0]).parent)})
     assert child.returncode == 0, child.stderr
-    assert child.stdout.count('passed') == 2
+    assert child.stdout.count('passed') == 3
 
 
 def test_the_published_size_fits_the_kernels_and_the_cpu_runs_the_plain_layers():
