@@ -97,11 +97,17 @@ class CapsuleServices:
                                    f'{self._why_kept}; it goes with the cleanup transition')
 
 
-def saved(store: CapsuleStore, info: CapsuleInfo, session: str, limit_s: float) -> CapsuleInfo:
-    """Wait for a capsule's file.
+def tell_snapshot(outputs: Any, store: CapsuleStore, info: CapsuleInfo, session: str,
+                  tier: str, limit_s: float) -> CapsuleInfo:
+    """Publish the event of a new capsule; where ``tier`` is disk, then wait for its file.
 
     :raises TierUnavailable: it could not be written in time; the capsule is kept in memory.
     """
+    outputs.event('snapshot', info.id, {
+        'label': info.label, 'tier': info.tier, 'position': info.position,
+        'size_bytes': info.size_bytes, 'pinned': info.pinned})
+    if tier != 'disk':
+        return info
     try:
         return store.saved(info.id, session).result(limit_s)
     except (FlashrtError, OSError, FutureTimeout) as error:

@@ -27,7 +27,7 @@ from flashrt_core.errors import LaneBusy
 from flashrt_core.errors import ParameterInvalid
 from flashrt_core.policies.protocol import Chunk
 from flashrt_core.policies.selectors import select
-from flashrt_ros.capsule_services import saved
+from flashrt_ros.capsule_services import tell_snapshot
 from flashrt_ros.executor_engine import Engine
 from flashrt_ros.executor_tick import Pending
 from flashrt_ros.executor_tick import Prepared
@@ -116,13 +116,9 @@ class Verbs:
                 self._session.lane.at_boundary,
                 lambda: self._store.snapshot(self._session.boundary, name, label=label,
                                              tier=tier or 'gpu', pin=pin), 'snapshot')
-        self._control.outputs.event('snapshot', info.id, {
-            'label': info.label, 'tier': info.tier, 'position': info.position,
-            'size_bytes': info.size_bytes, 'pinned': info.pinned})
-        if tier != 'disk':
-            return info
-        return saved(self._store, info, self._session.boundary.session,
-                     self._parameters['verb_timeout_s'])
+        return tell_snapshot(
+            self._control.outputs, self._store, info, self._session.boundary.session, tier,
+            self._parameters['verb_timeout_s'])
 
     def fork(self, capsule_id: str, n: int, seeds: Sequence[int], commit: int) -> Branches:
         """Evaluate ``n`` branches on the current observation; optionally go on with one.

@@ -6,7 +6,7 @@ from flashrt_core.capsule import CapsuleInfo
 from flashrt_core.capsule import CapsuleStore
 from flashrt_core.capsule import RestoreReport
 from flashrt_core.errors import ParameterInvalid
-from flashrt_ros.capsule_services import saved
+from flashrt_ros.capsule_services import tell_snapshot
 from flashrt_ros.planner_engine import PlannerEngine
 
 
@@ -36,12 +36,8 @@ class PlannerVerbs:
             info: CapsuleInfo = self._engine.on_lane(
                 lambda: self._store.snapshot(self._boundary, name, label=label,
                                              tier=tier or 'gpu', pin=pin), 'snapshot')
-        self._outputs.event('snapshot', info.id, {
-            'label': info.label, 'tier': info.tier, 'position': info.position,
-            'size_bytes': info.size_bytes, 'pinned': info.pinned})
-        if tier != 'disk':
-            return info
-        return saved(self._store, info, self._boundary.session, self._parameters['verb_timeout_s'])
+        return tell_snapshot(self._outputs, self._store, info, self._boundary.session, tier,
+                             self._parameters['verb_timeout_s'])
 
     def restore(self, capsule_id: str, numerics: str) -> RestoreReport:
         """Copy a capsule back. Raises FlashrtError: the state is as before, unless poisoned."""
