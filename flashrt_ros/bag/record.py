@@ -26,7 +26,7 @@ from flashrt_ros.executor_parameters import SPECS
 
 _OWN = ('tick_input', 'chunk', 'events', 'status')
 _BESIDE = ('joint_states', 'subgoal', 'subgoal_outcome', 'scene', 'joint_trajectory')
-_PLANNERS_OWN = ('events', 'status')
+_PLANNERS_OWN = ('events', 'status', 'instruction')
 _LOOK_S = 0.2
 _DEPTH = 200
 
