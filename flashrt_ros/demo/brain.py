@@ -14,7 +14,7 @@ from flashrt_ros.config_files import here_or_below_config
 UNTRAINED_POLICY, UNTRAINED_PLANNER = 'tiny', 'planner_bytes/planner.yaml'
 MOST_BRANCHES = 4
 # An untrained planner answers "cannot" when it is greedy; with these it writes plans, at random.
-_BABBLE: dict[str, object] = {'temperature': 2.0, 'seed': 41}
+_BABBLE: dict[str, object] = {'temperature': 2.0, 'seed': 4}
 
 
 @dataclass(frozen=True)

@@ -284,7 +284,8 @@ def _real_time(run: Run) -> str:
             rows.append(
                 (name, len(values), *(f'{percentile(values, q):.2f}' for q in (50, 99, 100)))
             )
-    counters = ', '.join(f'{k}: {v:.4g}' for k, v in samples.counters.items())
+    counters = ', '.join(
+        f'{k}: {v:,.0f}' if v >= 100 else f'{k}: {v:.3g}' for k, v in samples.counters.items())
     return (
         f'<h2>Real-time episode</h2><p>{samples.seconds:.1f} s at '
         f'{1000 / samples.period_ms:.0f} Hz: executor and planner in one process, the robot in '

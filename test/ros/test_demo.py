@@ -109,6 +109,18 @@ def test_a_real_time_episode_leaves_jitter_and_latency(tmp_path):
     assert all(i['to_command_ms'] > i['to_reply_ms'] > 0 for i in samples['interrupts'])
 
 
+@pytest.mark.gpu
+def test_the_whole_story_runs_on_a_gpu_and_repeats_itself_bit_for_bit(tmp_path):
+    done = _demo('--quick', '--device', 'cuda', '--out', str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = json.loads((tmp_path / 'run.json').read_text())
+    assert run['device'].startswith('cuda')
+    (found,) = run['comparisons']
+    assert all(first == again for _, _, first, again in found['rows'])
+    (proof,) = run['proofs']
+    assert proof['first_digest'] == proof['second_digest']
+
+
 def test_an_executor_that_dies_is_named_with_the_end_of_its_log(tmp_path):
     config = tmp_path / 'policy.yaml'
     config.write_text('policy: pi0\nbase: tiny\nweights: missing.safetensors\n')
