@@ -44,6 +44,7 @@ from flashrt_core.nn import fp8
 from flashrt_core.planners.memory import Live
 from flashrt_core.planners.memory import Verify
 from flashrt_core.planners.qwen3_5 import fast
+from flashrt_core.planners.qwen3_5.config import KV_PRECISIONS
 from flashrt_core.planners.qwen3_5.config import load_config
 from flashrt_core.planners.qwen3_5.config import PRECISIONS
 from flashrt_core.planners.qwen3_5.config import Qwen35Config
@@ -119,15 +120,17 @@ def run(arguments: argparse.Namespace) -> Report:
             (fast, {}, partial(layers, p, device, arguments.rows, arguments.lengths,
                                arguments.tokens)),
         ]
+    keys = [replace(c, kv_precision=p) for p in precisions if p in KV_PRECISIONS]
     groups += [
         (delta_step, {'BV': [16, 64], 'STEP_WARPS': [2, 8]},
          lambda: steps(c, device, arguments.rows)),
-        (decode_attention, {'SPLITS': [16, 64], 'SPLIT_WARPS': [2, 8]},
-         lambda: decoding(c, device, arguments.rows, arguments.lengths)),
+        *((decode_attention, {'SPLITS': [16, 64], 'SPLIT_WARPS': [2, 8]},
+           partial(decoding, kv, device, arguments.rows, arguments.lengths)) for kv in keys),
         (delta_chunk, {'SCAN_COLUMNS': [32, 128], 'SCAN_WARPS': [4, 8], 'SCAN_STAGES': [1, 3],
                        'SOLVE_WARPS': [8], 'TOKENS': [16, 64]},
          lambda: chunks(c, device, arguments.tokens)),
-        (prefill_attention, {}, lambda: prefill(c, device, arguments.tokens, arguments.lengths)),
+        *((prefill_attention, {}, partial(prefill, kv, device, arguments.tokens,
+                                          arguments.lengths)) for kv in keys),
     ]
     rate8 = fp8_rate(device) if 'fp8' in precisions else 0.0
     attempt = partial(measure, report, ceilings, rate8, arguments)
@@ -245,14 +248,14 @@ def decoding(c: Qwen35Config, device: torch.device, rows: list[int],
     """Yield attention of few rows."""
     pdl, D = overlaps(device), c.head_dim
     for length in lengths:
-        nbytes = 4 * length * c.kv_dim
-        kv = [random(device, c.torch_dtype, length, 2, c.kv_heads, D)
+        nbytes = 2 * c.kv_dtype.itemsize * length * c.kv_dim
+        kv = [random(device, c.kv_dtype, length, 2, c.kv_heads, D)
               for _ in range(rotated(nbytes))]
         for M in rows:
             attend = decode_attention.DecodeAttention(M, c.heads, c.kv_heads, D, device, pdl)
             q = draw(device, c.torch_dtype, M, c.heads, D)
             at = torch.arange(length - M, length, device=device)
-            yield Case(f'decode attention {length}, M={M}', len(kv),
+            yield Case(f'decode attention {length}{_keys(c)}, M={M}', len(kv),
                        partial(_attend, attend, q, kv, at, torch.empty_like(q)), nbytes,
                        4 * M * length * c.q_dim)
 
@@ -284,11 +287,16 @@ def prefill(c: Qwen35Config, device: torch.device, T: int,
     q, gate = random(device, c.torch_dtype, 2, T, c.heads, c.head_dim).unbind(0)
     out = torch.empty_like(q)
     for end in (end for end in lengths if end >= T):
-        kv = random(device, c.torch_dtype, end, 2, c.kv_heads, c.head_dim)
+        kv = random(device, c.kv_dtype, end, 2, c.kv_heads, c.head_dim)
         at, count = torch.tensor([end - T, T], device=device).unbind(0)
         launch = partial(prefill_attention.attention, q, kv, gate, out, at, count)
-        yield Case(f'prefill attention {T} at {end}', 1, partial(_once, launch),
-                   4 * end * c.kv_dim + 6 * T * c.q_dim, 4 * T * (end - T / 2) * c.q_dim)
+        yield Case(f'prefill attention {T} at {end}{_keys(c)}', 1, partial(_once, launch),
+                   2 * c.kv_dtype.itemsize * end * c.kv_dim + 6 * T * c.q_dim,
+                   4 * T * (end - T / 2) * c.q_dim)
+
+
+def _keys(c: Qwen35Config) -> str:
+    return ' fp8 keys' if c.kv_precision == 'fp8' else ''
 
 
 def _once(launch: Callable[[], object], i: int) -> None:

@@ -18,6 +18,8 @@ from flashrt_core.kernels._launch import overlaps
 from flashrt_core.kernels._triton import lazy_jit
 from flashrt_core.kernels._triton import triton_selected
 from flashrt_core.kernels._triton import Variant
+from flashrt_core.nn.fp8 import E4M3
+from flashrt_core.nn.fp8 import multiplies
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -36,8 +38,9 @@ def rows_split(q, kv, tail, positions, prefix, partial, top_out, norm_out, M, ta
     Attend the tiles of one split; grid (row tiles, SPLITS, KV_HEADS).
 
     q [M, HEADS, D]; row m sees the keys 0 ... positions[m] (int64 [M]) of kv [tokens, 2, KV_HEADS,
-    D]; with TAIL those from prefix (int64 scalar) on lie in tail [M, tail_row elements a row], the
-    first at its begin. partial [M, HEADS, SPLITS, D], top_out and norm_out [M, HEADS, SPLITS].
+    D], of q's dtype or widened to it; with TAIL those from prefix (int64 scalar) on lie in tail
+    [M, tail_row elements a row], the first at its begin. partial [M, HEADS, SPLITS, D], top_out
+    and norm_out [M, HEADS, SPLITS].
     """
     G: tl.constexpr = HEADS // KV_HEADS
     ROWS: tl.constexpr = BM // G
@@ -85,6 +88,8 @@ def rows_split(q, kv, tail, positions, prefix, partial, top_out, norm_out, M, ta
             seen = seen & ((row[:, None] == mine) | (turned == 0))
         place = tl.multiple_of(place, 16) + head * D
         key = tl.load(place[None, :] + d[:, None], mask=inside[None, :], other=0.0)
+        if kv.dtype.element_ty != q.dtype.element_ty:
+            key = key.to(tl.float32).to(query.dtype)
         score = tl.dot(query, key) * scale
         score = tl.where(seen, score, float('-inf'))
         higher = tl.maximum(top, tl.max(score, 1))
@@ -93,6 +98,8 @@ def rows_split(q, kv, tail, positions, prefix, partial, top_out, norm_out, M, ta
         norm = norm * fade + tl.sum(weight, 1)
         value = tl.load(place[:, None] + KV_HEADS * D + d[None, :], mask=inside[:, None],
                         other=0.0)
+        if kv.dtype.element_ty != q.dtype.element_ty:
+            value = value.to(tl.float32).to(query.dtype)
         total = tl.dot(weight.to(value.dtype), value, total * fade[:, None])
         top = higher
     if tiles > 0:
@@ -163,9 +170,9 @@ class DecodeAttention:
         """
         Attend q [M, heads, D] into out of the same shape; row m sees keys 0 ... positions[m].
 
-        kv [tokens, 2, kv_heads, D], positions int64 [M]. gate [M, heads, D], strided: out is
-        multiplied by its sigmoid. tail [M, tokens, 2, kv_heads, D] holds each row's keys from
-        prefix (int64 scalar on the device) on; kv those below it.
+        kv [tokens, 2, kv_heads, D] of q's dtype or E4M3, positions int64 [M]. gate [M, heads, D],
+        strided: out is multiplied by its sigmoid. tail [M, tokens, 2, kv_heads, D] holds each
+        row's keys from prefix (int64 scalar on the device) on; kv those below it.
         """
         M, D, pdl = q.shape[0], self._D, self._pdl
         BN, stages = self._tile
@@ -211,17 +218,23 @@ def selected(device: torch.device) -> bool:
         device, torch.bfloat16, 24, 4, 256, (0, 63, 64, 1500, 2500), 1e-2))
 
 
+def fp8_selected(device: torch.device) -> bool:
+    """As ``selected``, of keys and values in E4M3."""
+    return triton_selected('decode attention, fp8', device, lambda: multiplies(device) and check(
+        device, torch.bfloat16, 24, 4, 256, (0, 63, 64, 1500, 2500), 1e-2, E4M3))
+
+
 def check(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int,
-          lengths: Sequence[int], tolerance: float) -> bool:
+          lengths: Sequence[int], tolerance: float, stored: torch.dtype | None = None) -> bool:
     """
     Return whether rows that see keys 0 ... lengths[m], ascending, agree within ``tolerance``.
 
     Bitwise: each row alone, and with its keys from the second, a middle or a late one on in a
-    tail. All keys beyond are NaN.
+    tail. All keys beyond are NaN. ``stored``: of keys and values, if not ``dtype``.
     """
     M, last = len(lengths), lengths[-1]
     q = draw(device, dtype, M, heads, head_dim)
-    kv = draw(device, dtype, last + 70, 2, kv_heads, head_dim, seed=1)
+    kv = draw(device, stored or dtype, last + 70, 2, kv_heads, head_dim, seed=1)
     gate = draw(device, dtype, M, heads, 2 * head_dim, seed=2)[:, :, head_dim:]
     positions = torch.tensor(lengths, device=device)
     kv[last + 1:] = torch.nan
@@ -237,7 +250,7 @@ def check(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, h
     agree += [torch.equal(run(slice(m, m + 1))[0], together[m]) for m in range(M)]
     for at in (1, last // 2 + 3, last - 2):
         tail = torch.full((M, last + 1 - at, 2, kv_heads, head_dim), torch.nan, device=device,
-                          dtype=dtype)
+                          dtype=kv.dtype)
         for m, position in enumerate(lengths):
             tail[m, :max(0, position + 1 - at)] = kv[at:max(at, position + 1)]
         mine = run(slice(0, M), tail, torch.tensor(at, device=device))
@@ -248,19 +261,23 @@ def check(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, h
 def _variants() -> tuple[Variant, ...]:
     found: list[Variant] = []
     split = dict.fromkeys('partial top_out norm_out'.split(), '*fp32') | {
-        'q': '*bf16', 'kv': '*bf16', 'tail': '*bf16', 'positions': '*i64', 'prefix': '*i64',
+        'q': '*bf16', 'positions': '*i64', 'prefix': '*i64',
         'M': 'i32', 'tail_row': 'i32', 'scale': 'fp32'}
     fold = {'partial': '*fp32', 'top_in': '*fp32', 'norm_in': '*fp32', 'positions': '*i64',
             'gate': '*bf16', 'out': '*bf16', 'gate_row': 'i32', 'gate_head': 'i32'}
     heads = {'HEADS': 24, 'KV_HEADS': 4, 'D': 256, 'SPLITS': SPLITS}
-    boards: tuple[tuple[bool, int, tuple[int, ...]], ...] = (
-        (False, 64, (87,)), (True, 64, (90, 110)), (True, 32, (121,)))
-    for pdl, BN, archs in boards:
+    boards: tuple[tuple[bool, int, str, tuple[int, ...]], ...] = (
+        (False, 64, '*bf16', (87,)), (True, 64, '*bf16', (90, 110)), (True, 32, '*bf16', (121,)),
+        (True, 64, '*fp8e4nv', (90, 110)), (True, 32, '*fp8e4nv', (121,)))
+    for pdl, BN, kind, archs in boards:
         for tail in (False, True):
             values = {**heads, 'BM': QUERIES, 'BN': BN, 'TAIL': tail, 'PDL': pdl}
             found.append(Variant(
-                rows_split, split | dict.fromkeys(values, 'constexpr'), values,
+                rows_split, split | {'kv': kind, 'tail': kind}
+                | dict.fromkeys(values, 'constexpr'), values,
                 num_warps=SPLIT_WARPS, num_stages=2, archs=archs))
+        if kind != '*bf16':
+            continue  # the splits are folded by one kernel, whatever they were made of
         values = {'HEADS': 24, 'D': 256, 'BN': BN, 'SPLITS': SPLITS, 'GATED': True, 'PDL': pdl}
         found.append(Variant(rows_fold, fold | dict.fromkeys(values, 'constexpr'), values,
                              num_warps=FOLD_WARPS, archs=archs))

@@ -12,6 +12,8 @@ from flashrt_core.kernels._triton import lazy_jit
 from flashrt_core.kernels._triton import triton_selected
 from flashrt_core.kernels._triton import Variant
 from flashrt_core.kernels.decode_attention import reference
+from flashrt_core.nn.fp8 import E4M3
+from flashrt_core.nn.fp8 import multiplies
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -27,9 +29,9 @@ def attend_causal(q, kv, gate, out, position, length, T, scale, gate_row, gate_h
     Attend the query rows of one key head; grid (row tiles, KV_HEADS), the last tokens first.
 
     Row i is token i // G, query head h * G + i % G. q and out [T, HEADS, D]; token t of the first
-    ``length`` sees the keys 0 ... position + t of kv [tokens, 2, KV_HEADS, D] (both int64
-    scalars); the others become 0. out is multiplied by the sigmoid of gate, whose token t and
-    head h begin at t * gate_row + h * gate_head.
+    ``length`` sees the keys 0 ... position + t (both int64 scalars) of kv [tokens, 2, KV_HEADS,
+    D], of q's dtype or widened to it; the others become 0. out is multiplied by the sigmoid of
+    gate, whose token t and head h begin at t * gate_row + h * gate_head.
     """
     G: tl.constexpr = HEADS // KV_HEADS
     TOKEN: tl.constexpr = 2 * KV_HEADS * D
@@ -53,6 +55,8 @@ def attend_causal(q, kv, gate, out, position, length, T, scale, gate_row, gate_h
         t = start + tl.arange(0, BN)
         place = kv + t * TOKEN + head * D
         key = tl.load(place[None, :] + d[:, None], mask=t[None, :] < end, other=0.0)
+        if kv.dtype.element_ty != q.dtype.element_ty:
+            key = key.to(tl.float32).to(query.dtype)
         score = tl.dot(query, key) * scale
         score = tl.where(t[None, :] <= base + token[:, None], score, float('-inf'))
         higher = tl.maximum(top, tl.max(score, 1))
@@ -61,6 +65,8 @@ def attend_causal(q, kv, gate, out, position, length, T, scale, gate_row, gate_h
         norm = norm * fade + tl.sum(weight, 1)
         value = tl.load(place[:, None] + KV_HEADS * D + d[None, :], mask=t[:, None] < end,
                         other=0.0)
+        if kv.dtype.element_ty != q.dtype.element_ty:
+            value = value.to(tl.float32).to(query.dtype)
         total = tl.dot(weight.to(value.dtype), value, total * fade[:, None])
         top = higher
     total = total * (1.0 / tl.where(norm > 0.0, norm, 1.0))[:, None]
@@ -84,9 +90,9 @@ def attention(q: Tensor, kv: Tensor, gate: Tensor, out: Tensor, position: Tensor
     """
     Attend q [T, heads, D] into out of the same shape, times sigmoid(gate).
 
-    kv [tokens, 2, kv_heads, D] holds the keys of these tokens too; gate [T, heads, D], strided;
-    position (of the first token) and length (of valid tokens) int64 scalars on the device. Rows
-    of out from ``length`` on become 0.
+    kv [tokens, 2, kv_heads, D], of q's dtype or E4M3, holds the keys of these tokens too; gate
+    [T, heads, D], strided; position (of the first token) and length (of valid tokens) int64
+    scalars on the device. Rows of out from ``length`` on become 0.
     """
     T, heads, D = q.shape
     kv_heads = kv.shape[2]
@@ -108,11 +114,23 @@ def selected(device: torch.device) -> bool:
         for T, length, position in ((16, 16, 0), (64, 1, 1000), (256, 200, 300))))
 
 
+def fp8_selected(device: torch.device) -> bool:
+    """As ``selected``, of keys and values in E4M3."""
+    return triton_selected('prefill attention, fp8', device, lambda: multiplies(device) and all(
+        check(device, torch.bfloat16, 24, 4, 256, T, length, position, 1e-2, E4M3)
+        for T, length, position in ((16, 16, 0), (64, 1, 1000), (256, 200, 300))))
+
+
 def check(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int,
-          T: int, length: int, position: int, tolerance: float) -> bool:
-    """Return whether ``length`` of T tokens agree within ``tolerance``; dead keys are NaN."""
+          T: int, length: int, position: int, tolerance: float,
+          stored: torch.dtype | None = None) -> bool:
+    """
+    Return whether ``length`` of T tokens agree within ``tolerance``; dead keys are NaN.
+
+    ``stored``: of keys and values, if not ``dtype``.
+    """
     q = draw(device, dtype, T, heads, head_dim)
-    kv = draw(device, dtype, position + T + 70, 2, kv_heads, head_dim, seed=1)
+    kv = draw(device, stored or dtype, position + T + 70, 2, kv_heads, head_dim, seed=1)
     kv[position + length:] = torch.nan
     gate = draw(device, dtype, T, heads, 2 * head_dim, seed=2)[:, :, head_dim:]
     out = torch.full_like(q, torch.nan)
@@ -125,15 +143,17 @@ def check(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, h
 
 def _variants() -> tuple[Variant, ...]:
     found = []
-    types = dict.fromkeys('q kv gate out'.split(), '*bf16') | {
+    types = dict.fromkeys('q gate out'.split(), '*bf16') | {
         'position': '*i64', 'length': '*i64', 'T': 'i32', 'scale': 'fp32', 'gate_row': 'i32',
         'gate_head': 'i32'}
-    boards: tuple[tuple[int, int, int, tuple[int, ...]], ...] = (
-        (128, 64, 8, (90, 110)), (64, 32, 4, (87, 121)))
-    for BM, BN, warps, archs in boards:
+    boards: tuple[tuple[int, int, int, str, tuple[int, ...]], ...] = (
+        (128, 64, 8, '*bf16', (90, 110)), (64, 32, 4, '*bf16', (87, 121)),
+        (128, 64, 8, '*fp8e4nv', (90, 110)), (64, 32, 4, '*fp8e4nv', (121,)))
+    for BM, BN, warps, kind, archs in boards:
         values = {'HEADS': 24, 'KV_HEADS': 4, 'D': 256, 'BM': BM, 'BN': BN}
-        found.append(Variant(attend_causal, types | dict.fromkeys(values, 'constexpr'), values,
-                             num_warps=warps, num_stages=2, archs=archs))
+        found.append(Variant(
+            attend_causal, types | {'kv': kind} | dict.fromkeys(values, 'constexpr'), values,
+            num_warps=warps, num_stages=2, archs=archs))
     return tuple(found)
 
 

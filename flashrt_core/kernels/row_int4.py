@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 # Four bytes to two pairs of low and two of high halves: 0x43 in front makes 128 + q in bfloat16,
 # exact; less 136 it is q - 8.
-WIDEN = '''{
+WIDEN = """{
 .reg .b32 p, t, one, less;
 mov.b32 p, $4;
 mov.b32 one, 0x3F803F80;
@@ -48,7 +48,7 @@ fma.rn.bf16x2 $0, $0, one, less;
 fma.rn.bf16x2 $1, $1, one, less;
 fma.rn.bf16x2 $2, $2, one, less;
 fma.rn.bf16x2 $3, $3, one, less;
-}'''
+}"""
 
 
 @lazy_jit

@@ -10,9 +10,11 @@ from torch.nn import functional as F
 from flashrt_core.kernels._launch import close
 from flashrt_core.kernels._launch import draw
 from flashrt_core.kernels._launch import overlaps
+from flashrt_core.kernels._triton import FP8_ARCHS
 from flashrt_core.kernels._triton import lazy_jit
 from flashrt_core.kernels._triton import triton_selected
 from flashrt_core.kernels._triton import Variant
+from flashrt_core.nn import fp8
 from flashrt_core.nn import rms_norm
 from flashrt_core.nn import rotate
 
@@ -31,7 +33,8 @@ def place_heads(proj, q_norm, k_norm, cos, sin, slots, q, kv, proj_row, eps,  # 
 
     proj [tokens, HEADS x (query, gate), KV_HEADS keys, KV_HEADS values], proj_row elements apart.
     cos and sin [tokens, ROTARY / 2]. q [tokens, HEADS, D]; keys and values of token t go to
-    kv[slots[t]] of [slots, 2, KV_HEADS, D], nowhere if the slot (int64) is negative.
+    kv[slots[t]] of [slots, 2, KV_HEADS, D], nowhere if the slot (int64) is negative. A kv of
+    another dtype than q is E4M3 and saturates.
     Grid (tokens, (HEADS + 2 * KV_HEADS) / BH).
     """
     HALF: tl.constexpr = ROTARY // 2
@@ -69,7 +72,9 @@ def place_heads(proj, q_norm, k_norm, cos, sin, slots, q, kv, proj_row, eps,  # 
     tl.store(q + (token.to(tl.int64) * HEADS + h) * D + d, value, mask=is_q)
     slot = tl.load(slots + token)
     to = kv + slot * (2 * KV_HEADS * D) + (h - HEADS) * D + d
-    tl.store(to, value, mask=(is_q == 0) & inside & (slot >= 0))
+    if kv.dtype.element_ty != q.dtype.element_ty:
+        value = tl.clamp(value.to(tl.float32), -448.0, 448.0)
+    tl.store(to, value.to(kv.dtype.element_ty), mask=(is_q == 0) & inside & (slot >= 0))
 
 
 @lazy_jit
@@ -111,15 +116,30 @@ def selected(device: torch.device) -> bool:
         check(device, torch.bfloat16, T, 24, 4, 256, 64, 1e-2) for T in (3, 40)))
 
 
+def fp8_selected(device: torch.device) -> bool:
+    """As ``selected``, of keys and values in E4M3."""
+    return triton_selected('token rows, fp8', device, lambda: fp8.multiplies(device) and all(
+        check(device, torch.bfloat16, T, 24, 4, 256, 64, 1e-2, fp8.E4M3) for T in (3, 40)))
+
+
 def check(device: torch.device, dtype: torch.dtype, T: int, count: int, kv_heads: int, D: int,
-          rotary: int, tolerance: float) -> bool:
-    """Return whether both kernels agree with float32; unstored slots keep what they held."""
+          rotary: int, tolerance: float, kept_as: torch.dtype | None = None) -> bool:
+    """
+    Return whether both kernels agree with float32; unstored slots keep what they held.
+
+    ``kept_as``: of keys and values, if not ``dtype``; some values exceed what E4M3 can hold.
+    """
     proj = draw(device, dtype, T, (2 * count + 2 * kv_heads) * D)
     norms = draw(device, torch.float32, 2, D, seed=1)
     angle = draw(device, torch.float32, T, 1, rotary // 2, seed=2)
     cos, sin = angle.cos(), angle.sin()
     q = torch.full((T, count, D), torch.nan, device=device, dtype=dtype)
-    kv = torch.full((T + 5, 2, kv_heads, D), 7.0, device=device, dtype=dtype)
+    limit, half = (float('inf') if kept_as is None else fp8.LARGEST), tolerance
+    if kept_as is not None:
+        proj[:, -kv_heads * D:] *= 300.0
+    if kept_as == fp8.E4M3:
+        half = 2.0**-4  # of a step, relative
+    kv = torch.full((T + 5, 2, kv_heads, D), 7.0, device=device).to(kept_as or dtype)
     slots = torch.arange(T, device=device) + 3
     slots[-1] = -1
     heads(proj, norms[0], norms[1], cos, sin, slots, q, kv, 1e-6, overlaps(device))
@@ -131,9 +151,10 @@ def check(device: torch.device, dtype: torch.dtype, T: int, count: int, kv_heads
     queries, keys, values = proj.split([2 * count * D, kv_heads * D, kv_heads * D], 1)
     stored = torch.stack([turn(keys.unflatten(1, (kv_heads, D)), norms[1]),
                           values.unflatten(1, (kv_heads, D)).float()], 1)
+    stored = stored.clamp(-limit, limit)
     agree = [close(q, turn(queries.unflatten(1, (count, 2, D))[:, :, 0], norms[0]), tolerance),
-             close(kv[3:T + 2], stored[:-1], tolerance), bool(kv[:3].eq(7).all()),
-             bool(kv[T + 2:].eq(7).all())]
+             close(kv[3:T + 2], stored[:-1], half), bool(kv[:3].float().eq(7).all()),
+             bool(kv[T + 2:].float().eq(7).all())]
     out = torch.full((T, 1024), torch.nan, device=device, dtype=dtype)
     gate_up = draw(device, dtype, T, 2048, seed=3)
     gate(gate_up, out)
@@ -144,15 +165,17 @@ def check(device: torch.device, dtype: torch.dtype, T: int, count: int, kv_heads
 def _variants() -> tuple[Variant, ...]:
     found: list[Variant] = []
     types = dict.fromkeys('q_norm k_norm cos sin'.split(), '*fp32') | {
-        'proj': '*bf16', 'slots': '*i64', 'q': '*bf16', 'kv': '*bf16', 'proj_row': 'i32',
+        'proj': '*bf16', 'slots': '*i64', 'q': '*bf16', 'proj_row': 'i32',
         'eps': 'fp32'}
     boards: tuple[tuple[bool, int, tuple[int, ...]], ...] = (
         (False, HEADS_FEW, (87,)), (True, HEADS_FEW, (90, 110, 121)),
         (False, HEADS_MANY, (87, 90, 110, 121)))
     for pdl, BH, archs in boards:
         values = {'HEADS': 24, 'KV_HEADS': 4, 'D': 256, 'ROTARY': 64, 'BH': BH, 'PDL': pdl}
-        found.append(Variant(place_heads, types | dict.fromkeys(values, 'constexpr'), values,
-                             archs=archs))
+        for kind in ('*bf16', '*fp8e4nv'):
+            found.append(Variant(
+                place_heads, types | {'kv': kind} | dict.fromkeys(values, 'constexpr'), values,
+                archs=archs if kind == '*bf16' else tuple(set(archs) & set(FP8_ARCHS))))
     found.append(Variant(silu_gate, {'gate_up': '*bf16', 'out': '*bf16', 'N': 'constexpr',
                                      'BLOCK': 'constexpr'}, {'N': 17408, 'BLOCK': 1024}))
     return tuple(found)

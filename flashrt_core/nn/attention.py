@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flashrt_core.nn.fp8 import stored_as
+
 MASKED = -1.0e30
 
 
@@ -72,14 +74,14 @@ def attend_shared_prefix(
 def attend_causal(q: Tensor, kv: Tensor, position: Tensor, length: Tensor) -> Tensor:
     """Attention of T tokens from ``position`` on to all keys up to their own.
 
-    q [T, Hq, D], kv [span, 2, Hk, D] with the tokens' own keys stored, position and length int64
-    []. Returns [T, Hq, D]; rows from ``length`` on mean nothing. Keys beyond the last valid token
-    are not looked at, whatever they hold.
+    q [T, Hq, D], kv [span, 2, Hk, D] (q's dtype or E4M3) with the tokens' own keys stored,
+    position and length int64 []. Returns [T, Hq, D]; rows from ``length`` on mean nothing. Keys
+    beyond the last valid token are not looked at, whatever they hold.
     """
     T, Hq, D = q.shape
     Hk, at = kv.shape[2], torch.arange(len(kv), device=q.device)
     live = at < position + length
-    k, v = torch.where(live[:, None, None, None], kv, 0).unbind(1)  # each [span, Hk, D]
+    k, v = torch.where(live[:, None, None, None], kv.to(q.dtype), 0).unbind(1)  # [span, Hk, D]
     seen = (at <= position + torch.arange(T, device=q.device)[:, None]) & live  # [T, span]
     grouped = q.unflatten(1, (Hk, Hq // Hk)).permute(1, 2, 0, 3)  # [Hk, G, T, D]
     scores = torch.matmul(grouped, k.permute(1, 2, 0)[:, None]).float() * D**-0.5
@@ -96,4 +98,4 @@ def store_rows(kv: Tensor, new: Tensor, position: Tensor, count: Tensor) -> None
     at = torch.arange(len(kv), device=kv.device) - position
     taken = (at >= 0) & (at < count)
     moved = new.index_select(0, at.clamp(0, len(new) - 1))
-    kv.copy_(torch.where(taken[:, None, None, None], moved.to(kv.dtype), kv))
+    kv.copy_(torch.where(taken[:, None, None, None], stored_as(moved, kv.dtype), kv))

@@ -109,6 +109,11 @@ def quantise_into(plain: Tensor, data: Tensor, scale: Tensor, rows: int = 4096) 
         scales.copy_(found_scale)
 
 
+def stored_as(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x in ``dtype``; in E4M3 it saturates, where a plain cast would give NaN."""
+    return (x.clamp(-LARGEST, LARGEST) if dtype == E4M3 else x).to(dtype)
+
+
 def input_scale(largest: float) -> float:
     """Return the static scale for inputs up to ``largest`` in absolute value.
 

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flashrt_core.nn.attention import MASKED
+from flashrt_core.nn.fp8 import E4M3
+from flashrt_core.nn.fp8 import stored_as
 from flashrt_core.nn.norms import rms_norm
 
 TILE = 16      # rows of a product or a function on CUDA: fewer are padded
@@ -59,15 +61,24 @@ def _tiled(fn: Callable[..., Tensor], *xs: Tensor) -> Tensor:
 def attend_row(q: Tensor, kv: Tensor, position: Tensor) -> Tensor:
     """Attention of one query at ``position`` (int64 []) to the keys 0 ... position.
 
-    q [Hq, D], kv [tokens, 2, Hk, D]; returns [Hq, D]. What lies in kv beyond has no influence.
+    q [Hq, D], kv [tokens, 2, Hk, D] in q's dtype or E4M3; returns [Hq, D]. What lies in kv beyond
+    has no influence.
     """
     Hq, D = q.shape
     Hk = kv.shape[2]
     seen = torch.arange(len(kv), device=q.device) <= position  # [T]
-    k, v = torch.where(seen[:, None, None, None], kv, 0).unbind(1)  # each [T, Hk, D]
+    k, v = torch.where(seen[:, None, None, None], kv.to(q.dtype), 0).unbind(1)  # each [T, Hk, D]
     scores = torch.matmul(q.view(Hk, Hq // Hk, D), k.permute(1, 2, 0)).float() * D**-0.5
     weights = scores.masked_fill(~seen, MASKED).softmax(-1).to(v.dtype)  # [Hk, G, T]
     return torch.matmul(weights, v.transpose(0, 1)).reshape(Hq, D)
+
+
+def put_rows(kv: Tensor, at: Tensor, new: Tensor) -> None:
+    """Write new [M, 2, Hk, D] into kv [tokens, 2, Hk, D] at the rows ``at``, int64 [M]."""
+    new = stored_as(new, kv.dtype)
+    if kv.dtype == E4M3:  # torch moves its bytes only
+        kv, new = kv.view(torch.uint8), new.view(torch.uint8)
+    kv.index_copy_(0, at, new)
 
 
 def key_span(position: Tensor, tokens: int) -> int:

@@ -17,6 +17,7 @@ from torch import Tensor
 from flashrt_core.nn import delta
 from flashrt_core.nn.rows import attend_row
 from flashrt_core.nn.rows import key_span
+from flashrt_core.nn.rows import put_rows
 
 Tensors = Mapping[str, Tensor]
 
@@ -43,7 +44,7 @@ class Live:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """As ``Memory``, for one row."""
         kv = self.b[f'kv.{layer}']
-        kv.index_copy_(0, self.position[None], torch.stack([k, v], 1))
+        put_rows(kv, self.position[None], torch.stack([k, v], 1))
         return attend_row(q[0], kv[: key_span(self.position, len(kv))], self.position)[None]
 
     def mix(self, layer: int, channels: Tensor, a: Tensor, beta: Tensor) -> Tensor:
@@ -73,7 +74,7 @@ class Verify:
         """As ``Memory``."""
         kv = self.b[f'kv.{layer}']
         at = self.position + torch.arange(len(q), device=q.device)
-        kv.index_copy_(0, at, torch.stack([k, v], 1))
+        put_rows(kv, at, torch.stack([k, v], 1))
         return torch.stack(
             [attend_row(q[m], kv[: key_span(at[m], len(kv))], at[m]) for m in range(len(q))]
         )
@@ -114,7 +115,7 @@ class Branched:
         found = []
         for r in range(len(q)):
             tail, position = tails[r], positions[r]
-            tail.index_copy_(0, (position - self.prefix)[None], torch.stack([k[r], v[r]])[None])
+            put_rows(tail, (position - self.prefix)[None], torch.stack([k[r], v[r]])[None])
             at = torch.arange(key_span(position, len(kv)), device=q.device)
             moved = tail.index_select(0, (at - self.prefix).clamp(0, len(tail) - 1))
             whole = torch.where((at < self.prefix)[:, None, None, None], kv[: len(at)], moved)

@@ -34,7 +34,8 @@ def test_every_kernel_has_a_row_beside_its_floor(tmp_path: Path) -> None:
     for name in ('mix', 'qkv', 'head', 'out', 'down', 'gate_up', 'delta step', 'decode attention',
                  'delta chunk', 'prefill attention', 'layers at', 'layers, chunk', 'mix fp8',
                  'down fp8', 'gate_up fp8', 'chunk down fp8', 'chunk gate fp8', 'chunk scaling',
-                 'layers at 512 fp8', 'mix int4', 'down int4', 'gate_up int4', 'chunk down int4'):
+                 'layers at 512 fp8', 'decode attention 512 fp8 keys', 'mix int4', 'down int4',
+                 'gate_up int4', 'chunk down int4'):
         found = [row for row in rows if name in row['what']]
         assert found and all(row['p50_us'] > 0 and row['floor_us'] > 0 for row in found), name
     assert 'refused' not in {row['what'] for row in rows}

@@ -48,8 +48,10 @@ def test_the_kernel_passes_its_check_on_cuda(kernel):
 
 
 @pytest.mark.gpu
-def test_the_row_products_pass_their_check_with_fp8_weights_on_cuda():
-    assert row_products.fp8_selected(torch.device('cuda', 0)), _triton.choices()
+@pytest.mark.parametrize(
+    'kernel', [row_products, decode_attention, prefill_attention, token_rows], ids=name)
+def test_the_kernel_passes_its_check_with_weights_or_keys_in_fp8_on_cuda(kernel):
+    assert kernel.fp8_selected(torch.device('cuda', 0)), _triton.choices()
 
 
 @pytest.mark.gpu

@@ -71,10 +71,12 @@ def real_weights(c: Qwen35Config) -> dict[str, torch.Tensor]:
     return b
 
 
-@pytest.fixture(scope='module', params=PRECISIONS)
+@pytest.fixture(scope='module', ids='-'.join, params=[
+    ('bf16', 'bf16'), ('fp8', 'bf16'), ('int4', 'bf16'), ('fp8', 'fp8')])
 def real(request) -> tuple[Qwen35Config, dict[str, torch.Tensor], torch.Tensor]:
     """Four layers of the 27B with a short vocabulary behind START tokens, and their hidden."""
-    c = replace(LARGE, layers=4, vocab=2048, context=4096, precision=request.param)
+    precision, kv = request.param
+    c = replace(LARGE, layers=4, vocab=2048, context=4096, precision=precision, kv_precision=kv)
     b, device = real_weights(c), torch.device('cuda')
     assert fast.selected(c, device)
     for spec in model.state_specs(c):
@@ -115,7 +117,8 @@ def copied(c: Qwen35Config, b: dict[str, torch.Tensor]) -> dict[str, torch.Tenso
 def test_logits_at_real_size_point_where_those_of_float32_do(real):
     c, b, hidden = real
     least = {'bf16': 0.999, 'fp8': 0.995, 'int4': 0.98}[c.precision]
-    exact, tokens = replace(c, dtype='float32', precision='bf16'), some_tokens(c)
+    exact = replace(c, dtype='float32', precision='bf16', kv_precision='bf16')
+    tokens = some_tokens(c)
     plain = real_weights(exact)
     for spec in model.state_specs(exact):
         plain[spec.name] = torch.zeros(spec.shape, device='cuda', dtype=spec.dtype)

@@ -35,6 +35,8 @@ from flashrt_core.checkpoints.keymap import split_sources
 from flashrt_core.checkpoints.qwen3_5 import qwen3_5_targets
 from flashrt_core.errors import ConfigError
 from flashrt_core.errors import IdentityMismatch
+from flashrt_core.nn.attention import store_rows
+from flashrt_core.nn.rows import put_rows
 from flashrt_core.planners import Options
 from flashrt_core.planners.memory import Live
 from flashrt_core.planners.qwen3_5 import load
@@ -84,11 +86,14 @@ def logits(c: Qwen35Config, w: dict[str, Tensor], path: str) -> Tensor:
 
 @pytest.mark.parametrize('path', ['chunk', 'rows'])
 @pytest.mark.parametrize('tied', [False, True], ids=['untied', 'tied'])
-@pytest.mark.parametrize('precision, least', [('fp8', 0.995), ('int4', 0.98)])
+@pytest.mark.parametrize('precision, kv, least', [
+    ('fp8', 'bf16', 0.995), ('bf16', 'fp8', 0.995), ('fp8', 'fp8', 0.995),
+    ('int4', 'bf16', 0.98)])
 def test_every_token_has_logits_that_point_where_those_of_float32_do(
-        precision: str, least: float, tied: bool, path: str) -> None:
+        precision: str, kv: str, least: float, tied: bool, path: str) -> None:
     plain = config(tied=tied, **WHOLE)
-    c, w = replace(plain, precision=precision), damped_weights(plain)
+    c = replace(plain, precision=precision, kv_precision=kv)
+    w = damped_weights(plain)
     expected = logits(plain, w, path)
     cosine = torch.cosine_similarity(logits(c, stored_weights(c, w), path), expected)
     assert float(cosine.min()) > least
@@ -149,14 +154,15 @@ def test_norms_decays_and_an_embedding_that_is_only_looked_up_stay_as_they_are()
         assert embed.dtype == (narrow if precision == 'fp8' else torch.float32)
 
 
-def small(precision: str) -> Qwen35Config:
-    return replace(SMALL, precision=precision, width=128, mlp=128, heads=2, head_dim=64,
-                   value_heads=2, value_dim=64)
+def small(precision: str, kv: str = 'bf16') -> Qwen35Config:
+    return replace(SMALL, precision=precision, kv_precision=kv, width=128, mlp=128, heads=2,
+                   head_dim=64, value_heads=2, value_dim=64)
 
 
-@pytest.fixture(scope='module', params=NARROW)
+@pytest.fixture(scope='module', params=[('fp8', 'bf16'), ('int4', 'bf16'), ('fp8', 'fp8')],
+                ids='-'.join)
 def session(request: pytest.FixtureRequest) -> Iterator[PlannerSession]:
-    with bound(cpu_backend(), small(request.param)) as made:
+    with bound(cpu_backend(), small(*request.param)) as made:
         yield made
 
 
@@ -204,24 +210,45 @@ def test_equal_cuts_give_equal_bits_and_a_capsule_goes_on_with_them(
         restore(session, store)
         session.append(SUFFIX).result(20)
         assert unequal(state_of(session), state) == [] and run(session, 6) == tokens
-        for other in {'bf16', *NARROW} - {session.config.precision}:
-            with bound(cpu_backend(), small(other)) as stranger:
-                with pytest.raises(IdentityMismatch, match=r'config\.precision'):
+        c = session.config
+        for key in ('precision', 'kv_precision'):
+            other = replace(c, **{key: 'bf16' if getattr(c, key) == 'fp8' else 'fp8'})
+            with bound(cpu_backend(), other) as stranger:
+                with pytest.raises(IdentityMismatch, match=rf'config\.{key}'):
                     restore(stranger, store)
     finally:
         store.close()
 
 
-def test_fp8_on_a_gpu_that_cannot_multiply_it_is_refused_with_what_to_give(
-        monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize('key, remedy', [
+    ('precision', 'precision int4 or bf16'), ('kv_precision', 'kv_precision bf16')])
+def test_fp8_on_a_gpu_that_does_not_know_it_is_refused_with_what_to_give(
+        key: str, remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda device: (8, 7))
-    c = replace(NAMED['27b'][0], precision='fp8')
-    with pytest.raises(ConfigError, match=r'8\.9 or later.*has 8\.7; give precision int4 or bf16'):
+    c = replace(NAMED['27b'][0], **{key: 'fp8'})
+    with pytest.raises(ConfigError, match=rf'8\.9 or later.*has 8\.7; give {remedy}'):
         QWEN3_5.forward_of(c, torch.device('cuda'))
+
+
+def test_keys_and_values_in_fp8_take_half_the_bytes_and_saturate() -> None:
+    plain = config(dtype='bfloat16', **WHOLE)
+    c = replace(plain, kv_precision='fp8')
+
+    def nbytes(c: Qwen35Config) -> int:
+        return sum(torch.Size(s.shape).numel() * s.dtype.itemsize for s in model.state_specs(c)
+                   if 'kv' in s.name)
+
+    assert 2 * nbytes(c) == nbytes(plain)
+    kv = torch.zeros((4, 2, 1, 8), dtype=torch.float8_e4m3fn)
+    put_rows(kv, torch.tensor([2]), torch.full((1, 2, 1, 8), -1e5))
+    assert kv.float()[2].unique().tolist() == [-448.0] and not kv.float()[[0, 1, 3]].any()
+    store_rows(kv, torch.full((2, 2, 1, 8), 1e5), torch.tensor(1), torch.tensor(1))
+    assert kv.float()[:, 0, 0, 0].tolist() == [0.0, 448.0, -448.0, 0.0]
 
 
 @pytest.mark.parametrize('record, message', [
     ({'precision': 'fp4'}, "precision 'fp4' is unknown; choose from .'bf16', 'fp8', 'int4'"),
+    ({'kv_precision': 'int4'}, "kv_precision 'int4' is unknown; choose from .'bf16', 'fp8'"),
     ({'precision': 'int4'}, 'width 64 is no multiple of 128.*choose fp8 or bf16'),
     ({'precision': 'int4', **WHOLE, 'mlp': 200}, 'mlp 200 is no multiple of 128'),
 ])

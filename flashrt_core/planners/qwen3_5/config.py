@@ -16,11 +16,13 @@ from flashrt_core.config_files import override
 from flashrt_core.config_files import read_yaml
 from flashrt_core.errors import ConfigError
 from flashrt_core.nn.delta import TAPS
+from flashrt_core.nn.fp8 import E4M3
 from flashrt_core.nn.int4 import GROUP
 from flashrt_core.planners.protocol import Settings
 
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16}
 PRECISIONS = ('bf16', 'fp8', 'int4')
+KV_PRECISIONS = ('bf16', 'fp8')
 NOT_LAYOUT = ('weights', 'weight_seed', 'tokenizer', 'context')
 
 
@@ -33,7 +35,8 @@ class Qwen35Config:
     gated delta rule. ``tied``: the head is the embedding. ``mtp``: has the multi-token head.
     ``context``: tokens that the KV buffers hold.
     ``precision``: how the weights of the products are stored: 'bf16' as they are, in ``dtype``;
-    'fp8' and 'int4' quantised while they are loaded, see precision.py.
+    'fp8' and 'int4' quantised while they are loaded, see precision.py. ``kv_precision``: of the KV
+    buffers: 'bf16' is ``dtype``, 'fp8' E4M3 without a scale, half the bytes of a capsule's KV.
     ``weights``: a safetensors file or folder; empty = random from ``weight_seed``.
     ``tokenizer``: see planners/vocabularies.py.
 
@@ -60,6 +63,7 @@ class Qwen35Config:
     mtp: bool = True
     dtype: str = 'bfloat16'
     precision: str = 'bf16'
+    kv_precision: str = 'bf16'
     weights: str = ''
     weight_seed: int = 0
     tokenizer: str = ''
@@ -70,6 +74,11 @@ class Qwen35Config:
     @property
     def torch_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """Of keys and values."""
+        return E4M3 if self.kv_precision == 'fp8' else self.torch_dtype
 
     @property
     def channels(self) -> int:
@@ -127,6 +136,10 @@ def _check(c: Qwen35Config) -> None:
         (
             c.precision in PRECISIONS,
             f'precision {c.precision!r} is unknown; choose from {list(PRECISIONS)}',
+        ),
+        (
+            c.kv_precision in KV_PRECISIONS,
+            f'kv_precision {c.kv_precision!r} is unknown; choose from {list(KV_PRECISIONS)}',
         ),
         (0 < c.eps < 1, f'eps is {c.eps}; give a number between 0 and 1'),
         (

@@ -57,8 +57,11 @@ def selected(c: Qwen35Config, device: torch.device) -> bool:
     """Return whether these sizes fit the kernels and every kernel agrees with its reference."""
     kernels = (row_kernels, row_products, token_rows, decode_attention, prefill_attention,
                delta_step, delta_chunk)
-    return fits(c) and all([*[kernel.selected(device) for kernel in kernels],
-                            products_selected(c, device)])
+    agree = [kernel.selected(device) for kernel in kernels] + [products_selected(c, device)]
+    if c.kv_precision == 'fp8':
+        agree += [kernel.fp8_selected(device)
+                  for kernel in (token_rows, decode_attention, prefill_attention)]
+    return fits(c) and all(agree)
 
 
 def fits(c: Qwen35Config) -> bool:

@@ -49,7 +49,7 @@ def state_specs(c: Qwen35Config) -> list[BufferSpec]:
     kv = (c.context, 2, c.kv_heads, c.head_dim)
     for i in range(c.layers):
         if c.is_full(i):
-            specs.append(BufferSpec(f'kv.{i}', Role.STATE, c.torch_dtype, kv, kind=Kind.KV))
+            specs.append(BufferSpec(f'kv.{i}', Role.STATE, c.kv_dtype, kv, kind=Kind.KV))
             continue
         state = (c.value_heads, c.key_dim, c.value_dim)
         columns = (delta.TAPS - 1, c.channels)
@@ -58,7 +58,7 @@ def state_specs(c: Qwen35Config) -> list[BufferSpec]:
             BufferSpec(f'conv.{i}', Role.STATE, c.torch_dtype, columns, kind=Kind.CONV),
         ]
     if c.mtp:
-        specs.append(BufferSpec('mtp.kv', Role.STATE, c.torch_dtype, kv, kind=Kind.KV))
+        specs.append(BufferSpec('mtp.kv', Role.STATE, c.kv_dtype, kv, kind=Kind.KV))
     return specs
 
 

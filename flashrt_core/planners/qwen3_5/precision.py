@@ -30,12 +30,13 @@ PRODUCTS = ('.mix', '.qkv', '.out', '.gate_up', '.down', '.fc')
 
 
 def check_device(c: Qwen35Config, device: torch.device) -> None:
-    """Raise ConfigError where ``device`` cannot multiply in the precision of ``c``."""
-    if c.precision == 'fp8' and not fp8.multiplies(device):
-        major, minor = torch.cuda.get_device_capability(device)
-        raise ConfigError(
-            f'precision fp8 needs a GPU that multiplies E4M3 (compute capability 8.9 or later), '
-            f'{device} has {major}.{minor}; give precision int4 or bf16')
+    """Raise ConfigError where ``device`` does not know the number formats of ``c``."""
+    for key, others in (('precision', 'int4 or bf16'), ('kv_precision', 'bf16')):
+        if getattr(c, key) == 'fp8' and not fp8.multiplies(device):
+            major, minor = torch.cuda.get_device_capability(device)
+            raise ConfigError(
+                f'{key} fp8 needs a GPU with E4M3 (compute capability 8.9 or later), {device} has '
+                f'{major}.{minor}; give {key} {others}')
 
 
 def is_quantised(c: Qwen35Config, name: str) -> bool:
