@@ -185,7 +185,11 @@ class PlannerNode(SessionNode):
                 what = 'an interrupt' if detail.get('interrupt') else 'a subgoal of somebody else'
                 plan.stop('superseded', f'{what}, subgoal {sequence}, has taken its place')
         elif kind in ('reset', 'restore', 'rollback'):
+            if int(detail['epoch']) <= plan.base.epoch:
+                return  # heard late: the plan began after it
             plan.stop('superseded', f'the executor was put back ({kind} {name})')
+        elif (outcome := kind.removeprefix('subgoal_')) in OUTCOMES:
+            plan.outcome(int(name), 0, outcome, str(detail.get('message', '')))
         elif kind == 'hold' and name not in RESERVED_CAUSES:
             engine.stop('superseded', f'the robot was held ({name})', decoding_only=True)
 

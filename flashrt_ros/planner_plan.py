@@ -38,6 +38,7 @@ class Base:
 
     episode: int
     sequence: int  # highest accepted
+    epoch: int = 0
 
 
 @dataclass
@@ -105,6 +106,7 @@ class Plan:
         self._written = 0  # items given to the executor
         self._complete = False  # no more are decoded
         self._why: End | None = None
+        self._heard: dict[int, str] = {}  # outcomes by sequence
         self._write, self._tell = write, tell
         self._changed = threading.Condition()
         self._on_stop: list[Callable[[], object]] = []
@@ -219,7 +221,7 @@ class Plan:
             done = [item for item in self._items if item.outcome == DONE]
             bad = next(i.text for i in self._items if i.outcome in (FAILED, TIMED_OUT))
             last = max((item.sequence for item in self._items), default=0)
-            self.base = Base(self.base.episode, max(self.base.sequence, last))
+            self.base = replace(self.base, sequence=max(self.base.sequence, last))
             self._items, self._written, self._complete = done, len(done), False
             self.replans += 1
         return [item.text for item in done], bad
@@ -259,12 +261,18 @@ class Plan:
     # -- what is heard of the executor: any thread ----------------------------------------------
 
     def outcome(self, sequence: int, episode: int, outcome: str, message: str) -> bool:
-        """Take what became of a subgoal; False when it is none in force here."""
+        """Take what became of a subgoal; False when it is none in force here.
+
+        The executor's own verdicts are heard twice, as an event and as a message.
+        """
         with self._changed:
+            if self._heard.get(sequence) == outcome:
+                return True
             item = next((i for i in self._items if i.sequence == sequence and sequence), None)
             if item is None or item.outcome or episode not in (0, self.base.episode):
                 return False
             item.outcome, item.message = outcome, message
+            self._heard[sequence] = outcome
             self._changed.notify_all()
         self._tell(Told(self.phase, '', replace(item)))
         return True

@@ -16,6 +16,7 @@ from action_msgs.msg import GoalStatus
 import pytest
 from std_msgs.msg import String
 
+from flashrt_ros import qos
 from flashrt_ros.msg import Subgoal
 from flashrt_ros.msg import SubgoalOutcome
 
@@ -232,6 +233,18 @@ def test_a_hold_leaves_a_decoded_plan_and_a_reset_ends_it(tmp_path: Path) -> Non
         assert result.code == 'superseded' and 'reset' in result.message
 
 
+def test_a_reset_that_is_heard_late_leaves_the_plan_that_began_after_it(tmp_path: Path) -> None:
+    with planner_rig(tmp_path) as (planner, robot):
+        robot.run()
+        goal = planner.goal(TWO, wait=True).until('execute')
+        planner.node._heard('reset', 'c0', {'epoch': robot.executor.control.progress.epoch})
+        planner.outcome(1)
+        until_latched(robot, 2)
+        planner.outcome(2)
+        result = goal.result()
+        assert result.success, result.message
+
+
 def test_a_failed_subgoal_is_planned_anew_with_the_newest_scene_and_then_given_up(
         tmp_path: Path) -> None:
     with planner_rig(tmp_path, prompt_form='plain') as (planner, robot):
@@ -259,6 +272,10 @@ def test_a_subgoal_whose_deadline_passes_holds_the_robot_and_is_planned_anew(
         tmp_path: Path, link: str) -> None:
     with planner_rig(tmp_path, link=link) as (planner, robot):
         robot.run()
+        heard: list[SubgoalOutcome] = []
+        planner.probe.create_subscription(
+            SubgoalOutcome, 'subgoal_outcome', heard.append, qos.record())
+        wait_until(lambda: planner.probe.count_publishers('subgoal_outcome') == 2, 'publishers')
         goal = planner.goal(SECOND, wait=True, deadline_s=0.1)
         robot.until_event('hold', 'subgoal_deadline')
         result = goal.result()
@@ -267,6 +284,8 @@ def test_a_subgoal_whose_deadline_passes_holds_the_robot_and_is_planned_anew(
         robot.until_event('subgoal_timed_out', '2')
         timed_out = [e.name for e in robot.events if e.kind == 'subgoal_timed_out']
         assert timed_out == ['1', '2'], 'each of them once'
+        wait_until(lambda: len(heard) == 2, 'both as messages')
+        assert 'outcome_unexpected' not in planner.node.report.refusals.snapshot()
 
 
 @EACH
@@ -305,6 +324,17 @@ def test_an_executor_that_falls_silent_ends_the_plan_within_its_time(
         result = goal.result()
         assert result.code == 'executor_silent', result.message
         assert list(result.sequences) == [0] and planner.counter('subgoals_refused') == 1
+
+
+def test_the_executors_verdict_is_heard_as_its_event_even_where_no_message_comes(
+        tmp_path: Path) -> None:
+    with planner_rig(tmp_path) as (planner, robot):
+        robot.run()
+        goal = planner.goal(TWO, wait=True).until('execute')
+        for sequence in ('1', '2'):
+            until_latched(robot, int(sequence))
+            planner.node._heard('subgoal_done', sequence, {'message': 'the policy says so'})
+        assert goal.result().success
 
 
 def test_an_outcome_that_nobody_waits_for_is_counted(tmp_path: Path) -> None:
