@@ -163,7 +163,7 @@ class ExecutorOutputs:
         message.header.stamp = self._now()
         self._events.publish(message)
         for listener in tuple(self.listeners):
-            listener(kind, name, detail)
+            listener(kind, name, {**detail, 'epoch': progress.epoch})
         told = f'{kind} {name}: {detail.get("message", "on request")}'
         if kind == 'fault' or detail.get('latched'):
             self._node.get_logger().error(told)

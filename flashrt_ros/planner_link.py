@@ -69,7 +69,7 @@ class BoundLink:
         engine, control = self._executor.engine, self._executor.control
         if engine is None or control is None:
             raise WrongState(f'the executor is {self._executor.state_label}; configure it first')
-        return Base(control.progress.episode, engine.slot.requested)
+        return Base(control.progress.episode, engine.slot.requested, control.progress.epoch)
 
     def write(self, text: str, sequence: int, episode: int, priority: int,
               deadline_s: float) -> None:
@@ -140,7 +140,7 @@ class RosLink:
             state = 'silent' if status is None else status.state
             raise WrongState(f'executor {self._node.resolve_topic_name(self._name)} is {state}; '
                              'start and configure it, or set the parameter executor')
-        return Base(status.episode, status.subgoal_requested)
+        return Base(status.episode, status.subgoal_requested, status.epoch)
 
     def _met(self) -> bool:
         """Whether status, answers and subgoals can pass; a message sent before that is lost."""
@@ -221,5 +221,5 @@ class RosLink:
             for old in [sequence for sequence in self._answers if sequence != self._awaited]:
                 del self._answers[old]
             self._answered.notify_all()
-        self._heard(message.kind, message.name, detail)
+        self._heard(message.kind, message.name, {**detail, 'epoch': message.epoch})
 
