@@ -116,7 +116,7 @@ def run(arguments: argparse.Namespace) -> Report:
             (module, tile.get('split', {}), partial(products, p, device, arguments.rows, True)),
             (module, tile.get('gated', {}), partial(gated, p, device, arguments.rows)),
             (fast, {}, partial(chunk_rows, p, device, arguments.tokens)),
-            (fast, {}, partial(chunk_products, p, device, arguments.tokens)),
+            *((fast, {}, partial(chunk_products, p, device, T)) for T in (64, arguments.tokens)),
             (fast, {}, partial(layers, p, device, arguments.rows, arguments.lengths,
                                arguments.tokens)),
         ]

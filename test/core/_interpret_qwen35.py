@@ -21,6 +21,7 @@ from flashrt_core.planners.memory import Live
 from flashrt_core.planners.memory import Verify
 from flashrt_core.planners.qwen3_5 import fast
 from flashrt_core.planners.qwen3_5 import model
+from flashrt_core.planners.qwen3_5 import products
 from flashrt_core.planners.qwen3_5 import Qwen35Config
 
 C = Qwen35Config(
@@ -143,6 +144,7 @@ if __name__ == '__main__':
         setattr(row_products, f'FP8_{tile}', (32, 64, 4, 2))
     # The interpreter does not round to E4M3 as it should, and torch multiplies it for CUDA only.
     fp8_rows.STORED = torch.float32
+    products.FEW = KEY - 1  # chunks widen int4 weights
     fp8.multiply = lambda q, scale, w: fp8.multiply_reference(q.to(fp8.E4M3), scale, w)
     decode_attention.SPLITS = 4
     with torch.no_grad():

@@ -37,7 +37,8 @@ class Qwen35Config:
     ``precision``: how the weights of the products are stored: 'bf16' as they are, in ``dtype``;
     'fp8' and 'int4' quantised while they are loaded, see precision.py. ``kv_precision``: of the KV
     buffers: 'bf16' is ``dtype``, 'fp8' E4M3 without a scale, half the bytes of a capsule's KV.
-    ``weights``: a safetensors file or folder; empty = random from ``weight_seed``.
+    ``weights``: a safetensors file or folder, plain or quantised (checkpoints/quantised.py);
+    empty = random from ``weight_seed``.
     ``tokenizer``: see planners/vocabularies.py.
 
     :raises ConfigError: sizes that do not fit together.

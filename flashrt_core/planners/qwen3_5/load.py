@@ -1,6 +1,7 @@
 """Fill the constants of a Qwen3.5 session: from a checkpoint or at random, piece by piece.
 
-A piece is quantised on the device that keeps it: a weight is never there in two precisions.
+A piece is quantised on the device that keeps it: a weight is never there in two precisions. Files
+that are quantised themselves are read as the values they stand for.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from functools import partial
 from torch import Tensor
 
 from flashrt_core.checkpoints import check_keys
+from flashrt_core.checkpoints import QuantisedReader
 from flashrt_core.checkpoints import read_rows
 from flashrt_core.checkpoints import SafetensorsReader
 from flashrt_core.checkpoints.qwen3_5 import qwen3_5_canonical
@@ -51,7 +53,8 @@ def load_constants(c: Qwen35Config, buffers: BufferSet, tell: Callable[[float], 
         in_parallel(list(specs), make, lambda done: tell(done / len(specs)))
         return
     shared = buffers.backend.memory().integrated
-    with SafetensorsReader(c.weights, drop_cache=shared) as reader:
+    with SafetensorsReader(c.weights, drop_cache=shared) as files:
+        reader = QuantisedReader(files)
         packed = qwen3_5_packed(reader.shapes)
         targets = {target.name: target for target in qwen3_5_targets(c, packed)}
         names = check_keys(

@@ -22,6 +22,8 @@ from flashrt_core.planners.qwen3_5.precision import weight
 
 Scaled = tuple[Tensor, Tensor]  # E4M3 [T, K] and float32 [T]
 
+FEW = 64  # tokens of a chunk up to which an int4 weight is not worth widening
+
 
 def selected(c: Qwen35Config, device: torch.device) -> bool:
     """Return whether what ``c``'s precision needs agrees with torch; not inside a capture."""
@@ -56,12 +58,16 @@ def scaled(x: Tensor) -> Scaled:
 
 
 def chunk_product(x: Tensor | Scaled, w: Weight) -> Tensor:
-    """Return x [T, K] @ w^T as [T, N]; an int4 weight is widened first."""
+    """Return x [T, K] @ w^T as [T, N]; for more than FEW rows an int4 weight is widened first."""
     if isinstance(w, ChannelWeight):
         return fp8.multiply(*(scaled(x) if isinstance(x, Tensor) else x), w)
     assert isinstance(x, Tensor)  # only FP8 weights take scaled rows
     if isinstance(w, Int4Weight):
         N, half = w.data.shape
+        if len(x) <= FEW:
+            out = x.new_empty((len(x), N))
+            row_int4.product(x, w, out, False)
+            return out
         w = row_int4.widen(w, x.new_empty((N, 2 * half)))
     return F.linear(x, w)
 

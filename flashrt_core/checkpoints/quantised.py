@@ -1,0 +1,166 @@
+"""Checkpoints that are stored quantised, read as the values they stand for.
+
+A tensor's format follows from the tensors beside it, so files of mixed formats are read, too:
+
+- FP8 by blocks of 128 x 128: ``weight`` E4M3 and ``weight_scale_inv`` (Qwen's own);
+- FP8 by tensor or by channel: ``weight`` E4M3 and ``weight_scale``;
+- NVFP4 of ModelOpt: ``weight`` two E2M1 a byte, ``weight_scale`` E4M3 for 16 values,
+  ``weight_scale_2`` for all;
+- NVFP4 of compressed-tensors: ``weight_packed``, ``weight_scale``, ``weight_global_scale``, which
+  is the reciprocal;
+- int4 of compressed-tensors, symmetric: ``weight_packed`` eight a word, ``weight_scale``,
+  ``weight_shape``.
+
+Scales of activations and of KV caches are passed over: ours come with the data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Iterator
+from dataclasses import dataclass
+import re
+
+import torch
+from torch import Tensor
+
+from flashrt_core.checkpoints.reader import SafetensorsReader
+from flashrt_core.errors import ConfigError
+
+BLOCK = 128  # rows and columns that share a scale of FP8
+GROUP = 16   # values that share a scale of NVFP4
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+UNUSED = re.compile(r'\.(input_scale|input_global_scale|k_scale|v_scale)$')
+FOREIGN = re.compile(r'\.(qweight|qzeros|g_idx|weight_zero_point)$')
+
+
+@dataclass(frozen=True)
+class Packed:
+    """One quantised weight: what stores its rows, what else, and how rows become values.
+
+    ``widen(data, first row, *others)`` returns float32 rows.
+    """
+
+    data: str
+    others: tuple[str, ...]
+    dtype: torch.dtype
+    widen: Callable[..., Tensor]
+
+
+class QuantisedReader:
+    """A reader's tensors by name and shape as if none were quantised; any thread.
+
+    :raises ConfigError: a format that is not read, or scales of a shape that do not fit.
+    """
+
+    def __init__(self, reader: SafetensorsReader) -> None:
+        self.path = reader.path
+        self._reader = reader
+        self._packed: dict[str, Packed] = {}
+        stored, hidden = reader.shapes, set()
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for name in stored:
+            if FOREIGN.search(name):
+                raise ConfigError(
+                    f'weights {str(reader.path)!r:.200} are AWQ, GPTQ or asymmetric ({name!r}); '
+                    'give FP8, NVFP4 or symmetric int4 of ModelOpt or compressed-tensors')
+            if UNUSED.search(name):
+                hidden.add(name)
+            at = name.removesuffix('_packed')
+            if not at.endswith('.weight'):
+                continue
+            found = _format(name, at, stored)
+            if found is not None:
+                self._packed[at] = found
+                hidden |= {found.data, *found.others} - {at}
+                self.shapes[at] = _shape(found, stored)
+        self.shapes |= {n: shape for n, shape in stored.items()
+                        if n not in hidden and n not in self.shapes}
+
+    def pieces(self, name: str) -> Iterator[tuple[int, Tensor]]:
+        """Give (first row, rows) of one tensor in order; quantised ones as float32.
+
+        :raises ConfigError: see ``SafetensorsReader.pieces``; data of another dtype.
+        """
+        packed = self._packed.get(name)
+        if packed is None:
+            yield from self._reader.pieces(name)
+            return
+        others = [self._reader.read(other) for other in packed.others]
+        columns = self.shapes[name][1]
+        for row, data in self._reader.pieces(packed.data):
+            if data.dtype != packed.dtype:
+                raise ConfigError(
+                    f'weights {packed.data!r} are {data.dtype} beside scales that belong to '
+                    f'{packed.dtype}; give a checkpoint of a known format')
+            yield row, packed.widen(data, row, *others)[:, :columns]
+
+
+def _format(name: str, at: str, stored: dict[str, tuple[int, ...]]) -> Packed | None:
+    """Return how the weight called ``at`` is stored in tensor ``name``, None if plainly."""
+    scale, block = f'{at}_scale', f'{at}_scale_inv'
+    if name != at:
+        whole = f'{at}_global_scale'
+        if whole in stored:
+            return Packed(name, (scale, whole), torch.uint8,
+                          lambda data, row, s, g: _nvfp4(data, row, s, 1.0 / g.float()))
+        return Packed(name, (scale, f'{at}_shape'), torch.int32, _int4)
+    if block in stored:
+        return Packed(name, (block,), torch.float8_e4m3fn, _fp8_blocks)
+    if f'{at}_scale_2' in stored:
+        return Packed(name, (scale, f'{at}_scale_2'), torch.uint8, _nvfp4)
+    if scale in stored:
+        return Packed(name, (scale,), torch.float8_e4m3fn, _fp8)
+    return None
+
+
+def _shape(packed: Packed, stored: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the shape of the values.
+
+    :raises ConfigError: scales are missing or do not fit it.
+    """
+    for name in packed.others:
+        if name not in stored:
+            raise ConfigError(f'weights {packed.data!r} are quantised and {name!r} is missing')
+    N, width = stored[packed.data]
+    K = width * {torch.uint8: 2, torch.int32: 8}.get(packed.dtype, 1)
+    scale = stored[packed.others[0]]
+    if packed.widen is _fp8_blocks:
+        fits = scale == (-(-N // BLOCK), -(-K // BLOCK))
+    elif packed.widen is _fp8:
+        fits = scale in ((), (1,), (N,), (N, 1))
+    elif packed.widen is _int4:
+        fits = len(scale) == 2 and scale[0] == N and scale[1] > 0 and K % scale[1] == 0
+    else:
+        fits = scale == (N, K // GROUP)
+    if not fits:
+        raise ConfigError(
+            f'scales {packed.others[0]!r} have shape {list(scale)}, which does not fit weights '
+            f'of {N} x {K}; give a checkpoint of a known format')
+    return N, K
+
+
+def _fp8_blocks(data: Tensor, row: int, scale: Tensor) -> Tensor:
+    rows = (row + torch.arange(len(data))) // BLOCK
+    each = scale.float().index_select(0, rows).repeat_interleave(BLOCK, 1)
+    return data.float() * each[:, : data.shape[1]]
+
+
+def _fp8(data: Tensor, row: int, scale: Tensor) -> Tensor:
+    scale = scale.float().flatten()
+    if len(scale) > 1:
+        scale = scale[row : row + len(data)]
+    return data.float() * scale[:, None]
+
+
+def _nvfp4(data: Tensor, row: int, scale: Tensor, whole: Tensor) -> Tensor:
+    codes = torch.stack([data & 15, data >> 4], 2).flatten(1).long()  # even columns are low
+    values = torch.cat([E2M1, -E2M1])[codes]
+    each = scale[row : row + len(data)].float() * whole.float()
+    return values * each.repeat_interleave(GROUP, 1)
+
+
+def _int4(data: Tensor, row: int, scale: Tensor, shape: Tensor) -> Tensor:
+    whole = torch.stack([(data >> 4 * i) & 15 for i in range(8)], 2).flatten(1) - 8
+    each = scale[row : row + len(data)].float()
+    return whole * each.repeat_interleave(whole.shape[1] // each.shape[1], 1)
