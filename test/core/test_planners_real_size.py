@@ -1,4 +1,4 @@
-"""The promises at the sizes of the 27B, four layers of it, in bfloat16 through captured graphs."""
+"""The promises at the sizes of the 27B, four layers of it, in each precision, captured."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -32,9 +32,12 @@ LONG = [(at * 7919 + 13) % 4096 for at in range(2100)]      # one full chunk and
 SUFFIX = [(at * 104729 + 5) % 4096 for at in range(64)]
 
 
-@pytest.fixture(scope='module')
-def session() -> Iterator[PlannerSession]:
-    with bound(cuda_backend(), CONFIG, SETTINGS) as made:
+@pytest.fixture(scope='module', ids='-'.join, params=[
+    ('bf16', 'bf16'), ('fp8', 'fp8'), ('int4', 'bf16')])
+def session(request: pytest.FixtureRequest) -> Iterator[PlannerSession]:
+    precision, kv = request.param
+    config = replace(CONFIG, precision=precision, kv_precision=kv)
+    with bound(cuda_backend(), config, SETTINGS) as made:
         yield made
 
 
