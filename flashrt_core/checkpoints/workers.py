@@ -1,4 +1,4 @@
-"""Loading by several threads, given up as soon as somebody asks for that."""
+"""Loading by several threads, given up as soon as somebody asks for it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,6 @@ def in_parallel(
         raising, it gives up: work that has begun is waited for, the rest is not begun.
     """
     with ThreadPoolExecutor(LOADERS, thread_name_prefix='load') as pool:
-        try:
-            for done, _ in enumerate(pool.map(work, names), start=1):
-                told(done)
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+        # Leaving the loop closes the iterator of map, which cancels what has not begun.
+        for done, _ in enumerate(pool.map(work, names), start=1):
+            told(done)
