@@ -1,8 +1,9 @@
 """Admission of a planner's segments beside an executor's ticks on one device.
 
 A segment (a decode step, a prefill chunk) starts only if its measured p99 ends before the next
-tick is due, and never while a tick runs. One that fits between no two ticks starts right after a
-tick has ended and is counted: a smaller prefill key would spare that delay.
+tick is due, and never while a tick runs or an interrupt waits for its own. One that fits between
+no two ticks starts right after a tick has ended and is counted: a smaller prefill key would spare
+that delay.
 """
 
 from collections.abc import Callable
@@ -53,6 +54,7 @@ class Admission:
         self._changed = threading.Condition()
         self._running = False
         self._due_ns: int | None = None
+        self._soon = False
         self._window_ns = 0  # from the end of the newest tick to the next one's due time
         self._ticks_ended = 0
         self._durations: dict[tuple[str, Any], Ring] = {}
@@ -67,7 +69,7 @@ class Admission:
         :param next_due_ns: when the one after it is due; None when that is not known.
         """
         with self._changed:
-            self._running, self._due_ns = True, next_due_ns
+            self._running, self._due_ns, self._soon = True, next_due_ns, False
 
     def tick_ended(self) -> None:
         """The tick has ended, in whatever way."""
@@ -78,6 +80,11 @@ class Admission:
             self._ticks_ended += 1
             self._window_ns = 0 if self._due_ns is None else self._due_ns - self._now_ns()
             self._changed.notify_all()
+
+    def tick_soon(self) -> None:
+        """The next tick begins at once, for an interrupt: no segment starts before it."""
+        with self._changed:
+            self._due_ns, self._soon = self._now_ns(), True
 
     # -- the planner's lane ---------------------------------------------------------------------
 
@@ -116,9 +123,11 @@ class Admission:
         if due is None or not self._expects_ticks():
             return True
         if now - due > self._overdue_ns:
-            self._due_ns = None
+            self._due_ns, self._soon = None, False
             self._counters.add('ticks_overdue')
             return True
+        if self._soon:
+            return False
         needed = int(self.margin_s * NANOSECONDS) + (p99_ns or 0)
         if p99_ns is not None and now + needed <= due:
             return True

@@ -169,6 +169,8 @@ class Engine:
         with self.control.submit_lock:
             self.book.clear_left_overs()
             self._urgent = True
+            if self.admission is not None:
+                self.admission.tick_soon()
             if self._interrupts.ask(
                     sequence, time.monotonic_ns(), self.control.progress.step):
                 self._drop_running()

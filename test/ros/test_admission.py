@@ -181,6 +181,22 @@ def test_a_tick_that_does_not_come_is_waited_for_only_so_long() -> None:
     assert robot['ticks_overdue'] == 1, 'until the next tick nothing is due'
 
 
+def test_before_the_tick_of_an_interrupt_nothing_starts_not_even_after_the_one_it_has_dropped(
+        ) -> None:
+    robot = Robot()
+    robot.measured('decode', 5)
+    at = robot.now_ms
+    robot.subject.tick_began(int((at + 80) * MS))
+    robot.subject.tick_soon()
+    robot.schedule = [(-1, at + 3, None), (at + 4, at + 18, at + 84)]
+    assert robot.segment('decode', 5) == at + 18
+    assert robot['segments_oversize'] == 0
+    assert robot.segment('decode', 5) == at + 23, 'then all is as before'
+    robot.subject.tick_soon()
+    robot.expects = False
+    assert robot.segment('decode', 5) == at + 28, 'a robot that holds does not tick'
+
+
 def test_while_the_next_tick_is_not_known_only_a_running_one_keeps_segments_back() -> None:
     robot = Robot()
     at = robot.now_ms

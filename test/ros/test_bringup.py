@@ -134,6 +134,8 @@ def test_interrupts_at_random_moments_of_planning_are_all_latched_and_leave_no_o
         robot.run()
         planner.model.switches.step_s = 0.001
         applied = robot.policy.switches.applied
+        admission = planner.node.admission
+        admission.tick_soon = mock.Mock(wraps=admission.tick_soon)
         for _ in range(stress(200)):
             goal = planner.goal(TWO, wait=True)
             threading.Event().wait(chance.random() * 0.12)
@@ -147,6 +149,7 @@ def test_interrupts_at_random_moments_of_planning_are_all_latched_and_leave_no_o
                        'the interrupt to be latched')
             assert robot.executor.engine.slot.requested == reply.sequence, 'nothing came after it'
         assert applied == sorted(set(applied)), 'none was applied twice'
+        assert admission.tick_soon.call_count == robot.executor.report.counters['interrupts'] > 0
         text = planner.session.text
         assert text == '' or text.endswith('plan: ') or FIRST in text
 
