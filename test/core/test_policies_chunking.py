@@ -2,12 +2,18 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
+import sys
 
 import numpy as np
 import pytest
 import torch
 
 from flashrt_core.policies import chunking
+
+sys.path.insert(0, str(Path(__file__).parents[1] / 'goldens'))
+
+import rtc_recipe
 
 H, A = 12, 3
 
@@ -127,6 +133,22 @@ def test_a_strong_guide_ends_the_flow_at_the_left_over():
         weight = chunking.guidance_weight(step, 10, 10.0)
         x = x - chunking.guided(v, x, 1 - step / 10, weight, prefix, left) / 10
     assert (x - left).abs()[0, :4].max() < 0.1 < (x - left).abs()[0, 4:].max()
+
+
+@pytest.mark.parametrize('case', rtc_recipe.CASES, ids=lambda case: case.name)
+def test_a_guided_flow_ends_where_lerobots_does(case):
+    left = torch.zeros(1, rtc_recipe.HORIZON, rtc_recipe.WIDTH)
+    left[0, :case.left] = rtc_recipe.left_over(case)
+    prefix = chunking.prefix_weights(
+        case.schedule, torch.tensor([case.delay]), torch.tensor([min(case.steps, case.left)]),
+        rtc_recipe.HORIZON)[..., None]
+    x, steps = rtc_recipe.noise()[None], rtc_recipe.FLOW_STEPS
+    for step in range(steps):
+        weight = chunking.guidance_weight(step, steps, case.limit)
+        v = rtc_recipe.velocity(x)
+        x = x - chunking.guided(v, x, 1 - step / steps, weight, prefix, left) / steps
+    with np.load(rtc_recipe.ARRAYS) as arrays:
+        np.testing.assert_allclose(x[0].numpy(), arrays[case.name], atol=1e-5)
 
 
 def test_reanchored_actions_are_the_same_targets_seen_from_other_joints():
