@@ -172,10 +172,11 @@ def _variants() -> tuple[Variant, ...]:
         (False, HEADS_MANY, (87, 90, 110, 121)))
     for pdl, BH, archs in boards:
         values = {'HEADS': 24, 'KV_HEADS': 4, 'D': 256, 'ROTARY': 64, 'BH': BH, 'PDL': pdl}
-        for kind in ('*bf16', '*fp8e4nv'):
+        narrow = tuple(arch for arch in archs if arch in FP8_ARCHS)
+        for kind, among in (('*bf16', archs), ('*fp8e4nv', narrow)):
             found.append(Variant(
                 place_heads, types | {'kv': kind} | dict.fromkeys(values, 'constexpr'), values,
-                archs=archs if kind == '*bf16' else tuple(set(archs) & set(FP8_ARCHS))))
+                archs=among))
     found.append(Variant(silu_gate, {'gate_up': '*bf16', 'out': '*bf16', 'N': 'constexpr',
                                      'BLOCK': 'constexpr'}, {'N': 17408, 'BLOCK': 1024}))
     return tuple(found)
