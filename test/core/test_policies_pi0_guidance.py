@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 from _pi0 import bound
@@ -22,13 +23,18 @@ from flashrt_core.errors import ConfigError
 from flashrt_core.policies import Modality
 from flashrt_core.policies import SubgoalWrite
 from flashrt_core.policies import TickInput
+from flashrt_core.policies.pi0 import fast
 from flashrt_core.policies.pi0 import model
 from flashrt_core.policies.pi0 import Pi0Config
 from flashrt_core.policies.pi0 import Pi0Session
 from flashrt_core.policies.pi0 import pi05
+from flashrt_core.policies.pi0 import pi05_fast
+from flashrt_core.policies.pi0.config import NAMED
 from flashrt_core.policies.pi0.config import PI05_TINY
+from flashrt_core.policies.pi0.graphs import forward_of
 from flashrt_core.policies.pi0.modulation import MODULATION
 from flashrt_core.runtime import Backend
+from flashrt_core.runtime import cuda_backend
 from flashrt_core.runtime import Role
 
 SMALL_05 = replace(PI05_TINY, vision=SMALL.vision, horizon=8, flow_steps=4, blend_steps=3)
@@ -48,8 +54,8 @@ def quiet(c: Pi0Config, rows: int = 1) -> np.ndarray:
 
 
 def plain(session: Pi0Session, seen: TickInput, strength: float) -> np.ndarray:
-    """Two forward passes in plain torch at each flow step, one of them without the task."""
-    c = session.config
+    """Two float32 passes in plain torch at each flow step, one of them without the task."""
+    c = replace(session.config, dtype='float32')
     w = {b.name: b.tensor.cpu().float() if b.dtype.is_floating_point else b.tensor.cpu()
          for b in session.buffers.by_role(Role.CONSTANT)}
     images = torch.from_numpy(np.stack([seen.images[v] for v in c.views]))
@@ -208,3 +214,27 @@ def test_a_strength_out_of_range_is_refused_by_value(session, value):
     with pytest.raises(ConfigError, match='guidance is'):
         session.submit(observation(guidance=value))
     assert equal_states(before, state_of(session))
+
+
+def check_at_real_width(backend: Backend, family: str) -> ModuleType:
+    """Two layers of the published widths in bfloat16; return the forward pass that ran."""
+    size = NAMED[family]
+    c = replace(
+        size, views=('a',), vocab=1000, rows=1, guidance=True, blend_steps=0,
+        vision=replace(size.vision, layers=1), prefix=replace(size.prefix, layers=2),
+        expert=replace(size.expert, layers=2), state_dim=4, action_dim=4)
+    with bound(backend, c) as session:
+        seen = observation(c, noise=quiet(c), **TOLD)
+        # An error of a velocity comes out up to 3 times as large at 2, its square 9 times.
+        for strength, least in ((1.0, 0.999), (2.0, 0.991)):
+            given = replace(seen, guidance=strength, steps_executed=c.horizon)
+            a, b = session.tick(given).actions, plain(session, given, strength)
+            a, b = ((x - seen.noise[..., :4]).astype(np.float64).ravel() for x in (a, b))
+            assert a @ b / np.linalg.norm(a) / np.linalg.norm(b) > least
+        return forward_of(c, backend.device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize('family, forward', [('pi0', fast), ('pi05', pi05_fast)])
+def test_the_kernels_serve_two_prefixes_at_real_width(family, forward):
+    assert check_at_real_width(cuda_backend(), family) is forward
