@@ -9,7 +9,6 @@ from rclpy.action import ActionClient
 from rclpy.node import Node
 from rclpy.qos import QoSProfile
 
-from flashrt_core.errors import FlashrtError
 from flashrt_ros import qos
 from flashrt_ros.action import Plan
 from flashrt_ros.msg import CapsuleInfo
@@ -19,12 +18,6 @@ from flashrt_ros.planner_action import FEEDBACK_DEPTH
 from flashrt_ros.srv import ListCapsules
 
 Wait = Callable[[Callable[[], Any], float, str], Any]  # condition, seconds, what is waited for
-
-
-class PlanRefused(FlashrtError):
-    """The planner did not take a goal."""
-
-    code = 'plan_refused'
 
 
 class PlanCall:
@@ -87,10 +80,7 @@ class PlannerClient:
 
     def plan(self, instruction: str, *, scene: str = '', priority: int = 0,
              preempt: bool = False, deadline_s: float = 0.0) -> PlanCall:
-        """Send an instruction; the result comes when its last subgoal is done.
-
-        :raises PlanRefused: the goal was not accepted.
-        """
+        """Send an instruction; the result comes when its last subgoal is done, or says why not."""
         call = PlanCall(instruction)
 
         def hear(message: Any) -> None:
@@ -102,8 +92,6 @@ class PlannerClient:
         call.handle = self._answer(
             self._sent(lambda: self._client.send_goal_async(goal, feedback_callback=hear)),
             'the planner to take a goal')
-        if not call.handle.accepted:
-            raise PlanRefused(f'the planner has not taken {instruction!r:.120}; is it active?')
 
         def end(future: Any) -> None:
             call.result = future.result().result

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from flashrt_core.planners.qwen3_5.config import load_config as load_planner
-from flashrt_core.policies.pi0.config import load_config as load_policy
-from flashrt_core.policies.pi0.config import Pi0Config
+from flashrt_core.config_files import read_yaml
 from flashrt_core.tabletop.models import trained
 from flashrt_ros.config_files import here_or_below_config
 
@@ -45,7 +44,7 @@ class Brain:
 
     @property
     def subgoal_limit(self) -> int:
-        """Steps that a subgoal may take; an untrained policy never says that one is done."""
+        """Steps that a subgoal may take, as in evaluations; an untrained policy never ends one."""
         return 260 if self.policy_trained else 45
 
     def steps(self, quick: bool) -> int:
@@ -67,19 +66,24 @@ class Brain:
 
 
 def find_brain(policy: str = '', planner: str = '') -> Brain:
-    """Return the models to run.
+    """Return the models to run; their configs are read, not checked: the nodes do that.
 
     :param policy: a name or file instead of the shipped policy; ``planner`` likewise. A config
         that names weights counts as trained.
-    :raises ConfigError: one cannot be read.
+    :raises ConfigError: a file is no YAML.
     """
     policy = here_or_below_config(policy or _shipped('policy', UNTRAINED_POLICY))
     planner = here_or_below_config(planner or _shipped('planner', UNTRAINED_PLANNER))
-    mind: Pi0Config = load_policy(policy)
-    words, _ = load_planner(planner)
+    mind, words = _settings(policy), _settings(planner)
+    captured = [MOST_BRANCHES] if policy == UNTRAINED_POLICY else mind.get('row_keys', [])
     return Brain(
-        policy, planner, bool(mind.weights), bool(words.weights),
-        max(n for n in mind.row_keys if n <= MOST_BRANCHES))
+        policy, planner, bool(mind.get('weights')), bool(words.get('weights')),
+        max((n for n in captured if n <= MOST_BRANCHES), default=1))
+
+
+def _settings(config: str) -> dict[str, Any]:
+    path = Path(config)
+    return read_yaml(path, 'config') if path.is_file() else {}
 
 
 def _shipped(name: str, otherwise: str) -> str:

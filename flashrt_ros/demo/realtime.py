@@ -198,8 +198,11 @@ class RealTimeEpisode:
         episode.epochs, episode.ended_s = [epoch], self._terminal.seconds
         if self._frames:
             episode.strip_png = encode_png(camera_strip(self._frames))
-        self._terminal.done(f'{len(self._arrivals)} commands, {len(chunks)} chunks, '
-                            f'{len(samples.interrupts)} interrupts')
+        planned = [item.outcome for item in episode.subgoals if not item.interrupt]
+        self._terminal.done(
+            f'{planned.count("done")} of {len(planned)} planned subgoals done, '
+            f'{len(samples.interrupts)} interrupts; {len(self._arrivals)} commands, '
+            f'{len(chunks)} chunks')
         if not self._arrivals:
             self._run.failures.append('real-time episode: no command was published')
 

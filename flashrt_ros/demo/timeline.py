@@ -75,7 +75,7 @@ def _subgoal(item: Subgoal, y: float, scale: float, length: float) -> str:
     if item.holds is False:
         text += ': the policy says done, the world does not agree'
     late = x(item.written) > _LEFT + 0.7 * _WIDTH
-    near = x(latched) - x(item.written) < 60 and item.latched is not None
+    near = x(latched) - x(item.written) < 120 and item.latched is not None
     place = x(item.written) - 8 if late else (x(latched) if near else x(item.written)) + 9
     parts.append(f'<text x="{place:.1f}" y="{y + 13}" '
                  f'text-anchor="{"end" if late else "start"}">{html.escape(text)}</text>')
