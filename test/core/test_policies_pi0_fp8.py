@@ -27,13 +27,17 @@ from flashrt_core.policies.pi0 import Pi0Policy
 from flashrt_core.policies.pi0 import Pi0Session
 from flashrt_core.policies.pi0.calibration import calibrate
 from flashrt_core.policies.pi0.config import load_config
+from flashrt_core.policies.pi0.config import PI0
+from flashrt_core.policies.pi0.config import PI05
 from flashrt_core.policies.pi0.config import PI05_TINY
 from flashrt_core.policies.pi0.config import TINY
+from flashrt_core.policies.pi0.graphs import forward_of
 from flashrt_core.policies.pi0.layout import buffer_specs
 from flashrt_core.policies.pi0.weights import products
 from flashrt_core.policies.protocol import MemoryNeed
 from flashrt_core.runtime import Backend
 from flashrt_core.runtime import cpu_backend
+from flashrt_core.runtime import cuda_backend
 
 SEEN, UNSEEN = range(1000, 1008), range(50)  # draws of observations
 
@@ -179,3 +183,18 @@ def test_too_few_dark_and_constant_frames_are_refused() -> None:
     half = [replace(t, images={'top': t.images['top']}) for t in seen]
     with pytest.raises(ConfigError, match='give every view as many'):
         calibrate(cpu_backend(), c, half)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize('base', [PI0, PI05], ids=['pi0', 'pi05'])
+def test_at_real_size_fifty_unseen_observations_act_as_in_float32(
+        base: Pi0Config, tmp_path: Path) -> None:
+    backend = cuda_backend()
+    plain = replace(base, views=('a', 'b'), vocab=1000)
+    packed = quantised(plain, tmp_path, backend)
+    assert forward_of(packed, backend.device).__name__.endswith('fast')
+    exact = actions(backend, replace(plain, dtype='float32'))
+    worst = min(map(cosine, actions(backend, packed), exact))
+    print(f'{base.family}: worst cosine {worst:.5f}')
+    assert worst >= 0.995
