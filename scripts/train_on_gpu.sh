@@ -3,7 +3,9 @@
 #   scripts/train_on_gpu.sh policy OUT [MINUTES]    generation, training and DAgger at once
 #   scripts/train_on_gpu.sh planner OUT [MINUTES]
 #   scripts/train_on_gpu.sh evaluate OUT            both, with intervals
-# OUT gets policy/ and planner/. PYTHON and WORKERS (CPU cores) may be set.
+#   scripts/train_on_gpu.sh controls OUT            what capsules buy
+#   scripts/train_on_gpu.sh ship OUT                into resource/models, with cards; needs no GPU
+# OUT has or gets policy/ and planner/. PYTHON and WORKERS (CPU cores) may be set.
 set -eu
 what=$1 out=$2
 cd "$(dirname -- "$0")/.."
@@ -17,9 +19,17 @@ planner)
     $python -m flashrt_core.tabletop.train_planner train --out "$out/planner" --device cuda \
         --within "${3:-4}" ;;
 evaluate)
-    $python -m flashrt_core.tabletop.evaluate --policy "$out/policy" --workers "$workers"
-    $python -m flashrt_core.tabletop.train_planner evaluate --out "$out/planner" --device cuda ;;
+    $python -m flashrt_core.tabletop.evaluate --policy "$out/policy" --planner "$out/planner" \
+        --workers "$workers" --json "$out/scores.json"
+    $python -m flashrt_core.tabletop.train_planner evaluate --out "$out/planner" --device cuda \
+        --json "$out/plans.json" ;;
+controls)
+    $python -m flashrt_core.tabletop.controls --policy "$out/policy" --planner "$out/planner" \
+        --device cuda --workers "$workers" --json "$out/controls.json" ;;
+ship)
+    $python -m flashrt_core.tabletop.model_cards --policy "$out/policy" \
+        --planner "$out/planner" --scores "$out/scores.json" "$out/plans.json" ;;
 *)
-    echo "unknown command $what; give policy, planner or evaluate" >&2
+    echo "unknown command $what; give policy, planner, evaluate, controls or ship" >&2
     exit 2 ;;
 esac

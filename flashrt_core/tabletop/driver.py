@@ -71,7 +71,19 @@ class Driver:
         """Begin anew from the capsule of the start: what follows depends on ``seed`` alone."""
         boundary = self.session.boundary
         self.session.lane.at_segment_end(lambda: self.store.restore(boundary, START)).result()
-        self._goal, self._chunk, self._played, self._seed = None, None, 0, seed
+        self.forget(seed)
+
+    def forget(self, seed: int) -> None:
+        """Drop what is left of the chunk; the next one is drawn by ``seed``, the goal told again.
+
+        It goes with a session that was brought to another state.
+        """
+        self._chunk, self._played, self._seed = None, 0, seed
+        self.tell_anew()
+
+    def tell_anew(self) -> None:
+        """Have the goal written again with the next step, as a new subgoal."""
+        self._goal = None
         self._watch.clear()
         self.done = False
 
@@ -84,9 +96,7 @@ class Driver:
         """Take the policy back to a mark, the world stays; the next chunk is drawn by ``seed``."""
         boundary = self.session.boundary
         self.session.lane.at_segment_end(lambda: self.store.rollback(boundary, mark)).result()
-        self._goal, self._chunk, self._played, self._seed = None, None, 0, seed
-        self._watch.clear()
-        self.done = False
+        self.forget(seed)
 
     def _tick(self, state: WorldState, goal: Goal | None) -> None:
         subgoal = None

@@ -35,6 +35,7 @@ class Written:
     steps: int
     drafted: int
     accepted: int
+    ended: bool  # by the planner itself
 
 
 class PlanWriter:
@@ -110,5 +111,6 @@ class PlanWriter:
             accepted += step.accepted
         kept = found[: found.index(self._end)] if self._end in found else found
         return Written(self.tokenizer.decode(kept), tuple(kept), first - started,
-                       time.perf_counter() - first, steps, drafted, accepted)
+                       time.perf_counter() - first, steps, drafted, accepted,
+                       self._end in found)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from collections.abc import Sequence
+import json
 from pathlib import Path
 import sys
 import time
@@ -21,9 +22,6 @@ from torch.nn import functional as F
 
 from flashrt_core.checkpoints.qwen3_5 import qwen3_5_targets
 from flashrt_core.errors import FlashrtError
-from flashrt_core.planners import make_planner
-from flashrt_core.planners import Options
-from flashrt_core.planners.qwen3_5.config import load_config
 from flashrt_core.planners.qwen3_5.config import Qwen35Config
 from flashrt_core.planners.qwen3_5.sequence import forward
 from flashrt_core.planners.qwen3_5.sequence import logits
@@ -32,13 +30,11 @@ from flashrt_core.planners.qwen3_5.weights import random_tensor
 from flashrt_core.planners.qwen3_5.weights import ROPE
 from flashrt_core.planners.qwen3_5.weights import rope_table
 from flashrt_core.planners.qwen3_5.weights import tensor_specs
-from flashrt_core.planners.vocabularies import json_tokenizer
 from flashrt_core.runtime import pick_backend
 from flashrt_core.tabletop.instructions import draw_example
 from flashrt_core.tabletop.instructions import prompt
+from flashrt_core.tabletop.plan_writer import PlanWriter
 from flashrt_core.tabletop.planner_data import Batches
-from flashrt_core.tabletop.planner_data import encode
-from flashrt_core.tabletop.planner_data import END
 from flashrt_core.tabletop.planner_data import IGNORED
 from flashrt_core.tabletop.planner_data import LENGTH
 from flashrt_core.tabletop.planner_data import train_tokenizer
@@ -129,31 +125,24 @@ def save(folder: Path, c: Qwen35Config, w: Mapping[str, Tensor], step: int) -> N
 def evaluate(folder: Path, count: int, held_out: bool, device: str, seed: int,
              show: int = 3) -> Score:
     """Write ``count`` plans greedily with the bound session; return how many are exact."""
-    config, settings = load_config(folder / CONFIG)
-    session = make_planner('qwen3_5').bind(pick_backend(device), (config, settings))
-    tokenizer = json_tokenizer(folder / TOKENIZER)
-    end = tokenizer.special[END]
+    writer = PlanWriter(folder / CONFIG, device)
     rng = np.random.default_rng([seed, 2, held_out])
     exact, shown, said = 0, 0, time.monotonic()
     try:
         for done in range(1, count + 1):
             example = draw_example(rng, held_out)
-            before, answer = encode(tokenizer, example)
-            session.prefill(before).result()
-            found: list[int] = []
-            while len(found) < len(answer) + 8 and end not in found:
-                found += session.decode(Options(max_tokens=160)).result().tokens
-            exact += found[: len(answer)] == answer
-            if found[: len(answer)] != answer and shown < show:
+            written = writer.write(example.scene, example.instruction)
+            right = written.ended and written.text == example.answer
+            exact += right
+            if not right and shown < show:
                 shown += 1
-                written = tokenizer.decode(found)
                 print(f'  {prompt(example.scene, example.instruction)!r}\n    asked '
-                      f'{example.answer!r}\n    wrote {written!r}', flush=True)
+                      f'{example.answer!r}\n    wrote {written.text!r}', flush=True)
             if time.monotonic() - said > 10:
                 said = time.monotonic()
                 print(f'  {done}/{count}: {exact} exact', flush=True)
     finally:
-        session.close()
+        writer.close()
     return Score(exact, count)
 
 
@@ -165,6 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument('--device', default='auto', choices=('auto', 'cpu', 'cuda'))
     parser.add_argument('--minutes', type=float, default=1e9, help='of training, at most')
     parser.add_argument('--count', type=int, default=1000, help='instructions to evaluate')
+    parser.add_argument('--json', type=Path, help='file for the scores')
     parser.add_argument('--within', type=float, default=0.0,
                         help='minutes for the whole training instead of --steps')
     for name, value in vars(DEFAULT).items():
@@ -177,12 +167,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             done = train(options.out, recipe, device, options.minutes, options.within)
             print(f'{done} steps done; {options.out / WEIGHTS} written')
         if options.command != 'train':
+            scores = {}
             for held_out in (False, True):
                 print(f'{"held-out" if held_out else "seen"} compositions, seed '
                       f'{EVALUATION_SEED}:', flush=True)
                 score = evaluate(options.out, options.count, held_out, options.device,
                                  EVALUATION_SEED)
                 print(f'  {score}', flush=True)
+                scores[f'plans, {"held-out" if held_out else "seen"} compositions'] = vars(score)
+            if options.json is not None:
+                options.json.write_text(json.dumps(scores, indent=1) + '\n')
     except FlashrtError as error:
         print(f'error [{error.code}]: {error}', file=sys.stderr)
         return 2

@@ -44,6 +44,7 @@ from flashrt_core.tabletop.policy_learner import Step
 from flashrt_core.tabletop.producer import OWN_SEEDS
 from flashrt_core.tabletop.producer import Piece
 from flashrt_core.tabletop.producer import Producer
+from flashrt_core.tabletop.training import load_record
 from flashrt_core.tabletop.training import load_weights
 from flashrt_core.tabletop.training import Recipe
 from flashrt_core.tabletop.training import RECORD
@@ -194,10 +195,10 @@ def train_by_the_clock(folder: Path, recipe: Recipe, device: torch.device, minut
                 write_model(own, c, training.mean, training.done)
                 producer.drive(own / CONFIG)
                 write_model(folder, c, training.mean, training.done)
-        training.record |= {
-            'episodes': producer.episodes, 'samples': shelf.given, 'minutes': minutes,
-            'begin': str(begin or ''), 'device': _device_name(device), 'seeds': {
-                'expert': [0, 2**30], 'own': [OWN_SEEDS, 2**31]}}
+        training.facts |= {
+            'episodes': producer.episodes, 'samples': shelf.given, 'minutes in all': minutes,
+            'first seeds': {'expert': 0, 'own': OWN_SEEDS},
+            'went on from': '' if begin is None else load_record(begin)}
     finally:
         producer.close()
     training.save()
@@ -220,10 +221,6 @@ def _config_text(c: Pi0Config) -> str:
                'weights': WEIGHTS}
     return ('# The small policy of the tabletop. The last action is the probability that the '
             'subgoal is done.\n' + yaml.safe_dump(record, sort_keys=False))
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == 'cuda' else 'CPU'
 
 
 def _capacity(c: Pi0Config, device: torch.device, episodes: int) -> int:

@@ -71,7 +71,8 @@ class Training:
     lie in the same tensors each time. Where a capture fails the steps go on without.
 
     :param weights: float32 tensors, changed in place. :param record: what a resume must agree in.
-    ``mean``: the running mean of the weights, by name.
+    ``mean``: the running mean of the weights, by name. ``facts``: what else the record is to say;
+    the device, seconds of training and steps by themselves.
     :raises ConfigError: the folder holds a training with another record, or a damaged one.
     """
 
@@ -79,6 +80,7 @@ class Training:
                  record: Mapping[str, Any]) -> None:
         self.folder, self.recipe, self.weights = folder, recipe, weights
         self.record = {'recipe': vars(recipe), **record}
+        self.facts: dict[str, Any] = {'device': device_name(next(iter(weights.values())).device)}
         self.mean = {name: weight.detach().clone() for name, weight in weights.items()}
         matrices = [w for w in weights.values() if w.ndim > 1]
         others = [w for w in weights.values() if w.ndim <= 1]
@@ -107,6 +109,7 @@ class Training:
         """
         started = shown = time.monotonic()
         first, steps = self.done, self.recipe.steps
+        before = float(self.facts.get('seconds', 0.0))
         gone = progress or (lambda: self.done / steps)
         while gone() < until and time.monotonic() - started < minutes * 60:
             feed(self.done)
@@ -119,6 +122,7 @@ class Training:
                 pace = (time.monotonic() - started) / (self.done - first)
                 print(f'step {self.done}  {gone():.1%}  {told}  {pace * 1e3:.1f} ms/step'
                       f'{"  captured" if self._graph else ""}', flush=True)
+        self.facts['seconds'] = round(before + time.monotonic() - started, 1)
         return self.done
 
     def _step(self, loss: Callable[[], Parts], progress: float) -> Parts:
@@ -184,7 +188,8 @@ class Training:
         for kind, tensors in parts.items():
             stored = {n: t.cpu().contiguous() for n, t in tensors.items()}
             save_file(stored, self.folder / _file(kind, self.done))
-        text = json.dumps({**self.record, 'step': self.done}) + '\n'
+        record = {**self.record, 'facts': self.facts, 'step': self.done}
+        text = json.dumps(record, indent=1) + '\n'
         replace(self.folder / RECORD, lambda path: path.write_text(text))
         kept = {_file(kind, self.done) for kind in parts}
         for kind in parts:
@@ -195,8 +200,9 @@ class Training:
     def _resume(self) -> int:
         if not (self.folder / RECORD).exists():
             return 0
-        held = _record(self.folder)
+        held = load_record(self.folder)
         step = held.pop('step')
+        self.facts |= held.pop('facts', {})
         if held != json.loads(json.dumps(self.record)):
             raise ConfigError(f'{self.folder} holds a training with {held}, asked is '
                               f'{self.record}; give the same options or another folder')
@@ -213,19 +219,28 @@ class Training:
         return int(step)
 
 
+def device_name(device: torch.device) -> str:
+    """Return what the device calls itself."""
+    return torch.cuda.get_device_name(device) if device.type == 'cuda' else 'CPU'
+
+
 def load_weights(folder: Path) -> dict[str, Tensor]:
     """Return the mean of a training's weights, on the CPU.
 
     :raises ConfigError: there is none, or it cannot be read.
     """
-    return _load(folder, MEAN, _record(folder)['step'])
+    return _load(folder, MEAN, load_record(folder)['step'])
 
 
 def _file(kind: str, step: int) -> str:
     return f'{kind}-{step:07d}.safetensors'
 
 
-def _record(folder: Path) -> dict[str, Any]:
+def load_record(folder: Path) -> dict[str, Any]:
+    """Return what a training wrote of itself: recipe, facts, steps done.
+
+    :raises ConfigError: there is none, or it cannot be read.
+    """
     path = folder / RECORD
     try:
         record: dict[str, Any] = json.loads(path.read_text(encoding='utf-8'))

@@ -1,6 +1,8 @@
 """Training the small planner: data by step, a stop and a resume, plans by the real session."""
 from __future__ import annotations
 
+from itertools import chain
+from itertools import repeat
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,7 +46,7 @@ def test_a_training_that_stopped_goes_on_to_the_same_weights(
     recipe = Recipe(steps=4, batch=3, warmup=2)
     assert train(tmp_path / 'whole', recipe, CPU, 10) == 4
     halves = Recipe(steps=4, batch=3, warmup=2)
-    clock = iter([0.0] * 5 + [1e9] * 3)
+    clock = chain([0.0] * 5, repeat(1e9))
     with monkeypatch.context() as patched:
         # The trainer's clock alone: the pool goes by the real one.
         patched.setattr(training, 'time', SimpleNamespace(monotonic=lambda: next(clock)))

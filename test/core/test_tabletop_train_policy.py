@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
+from itertools import repeat
 from pathlib import Path
 import subprocess
 import sys
@@ -65,7 +67,7 @@ def test_a_training_that_stopped_goes_on_to_the_same_weights(
         folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shrink(monkeypatch)
     (tmp_path / train_policy.EXPERT).write_bytes((folder / train_policy.EXPERT).read_bytes())
-    clock = iter([0.0] * 5 + [1e9] * 3)
+    clock = chain([0.0] * 5, repeat(1e9))
     with monkeypatch.context() as patched:
         # The trainer's clock alone: pools and lanes go by the real one.
         patched.setattr(training, 'time', SimpleNamespace(monotonic=lambda: next(clock)))
