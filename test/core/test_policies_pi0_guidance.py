@@ -103,6 +103,11 @@ def _velocity(c: Pi0Config, w: Any, x: torch.Tensor, step: int, state: torch.Ten
     return model.velocity(x, w['table.time'][step], token, kv, mask, sees, cos, sin, w, c)
 
 
+def tolerance(strength):
+    """g and |1 - g| times the errors of the two velocities come into the guided one."""
+    return 1e-5 * (strength + abs(1.0 - strength))
+
+
 @pytest.mark.parametrize('family', CONFIGS)
 @pytest.mark.parametrize('strength', [0.0, 0.5, 1.0, 2.5])
 def test_guided_actions_are_those_of_two_plain_forward_passes(backend, family, strength):
@@ -111,7 +116,7 @@ def test_guided_actions_are_those_of_two_plain_forward_passes(backend, family, s
         seen = observation(c, noise=quiet(c), guidance=strength, **TOLD)
         actions = session.tick(seen).actions
         expected = plain(session, seen, strength)
-        np.testing.assert_allclose(actions, expected, atol=1e-5)
+        np.testing.assert_allclose(actions, expected, atol=tolerance(strength))
         if strength != 1.0:
             assert not np.allclose(expected, plain(session, seen, 1.0), atol=1e-4)
 
@@ -175,9 +180,9 @@ def test_every_row_and_every_candidate_is_guided(session):
     seen = observation(noise=noise, guidance=2.5, **TOLD)
     rows = session.tick(replace(seen, rows=4)).actions
     expected = np.concatenate([plain(session, replace(seen, noise=n[None]), 2.5) for n in noise])
-    np.testing.assert_allclose(rows, expected, atol=1e-5)
+    np.testing.assert_allclose(rows, expected, atol=tolerance(2.5))
     chosen = session.tick(replace(seen, best_of=4, steps_executed=SMALL.horizon))
-    np.testing.assert_allclose(chosen.candidates.actions, expected, atol=1e-5)
+    np.testing.assert_allclose(chosen.candidates.actions, expected, atol=tolerance(2.5))
 
 
 def test_without_a_task_there_is_nothing_to_strengthen(session):
