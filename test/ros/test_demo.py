@@ -99,10 +99,12 @@ def test_the_report_holds_a_strip_for_each_episode_and_nothing_from_elsewhere(pl
 
 
 @pytest.mark.slow
-def test_a_real_time_episode_leaves_jitter_and_latency(tmp_path):
+def test_a_real_time_episode_of_untrained_models_leaves_jitter_and_latency(tmp_path):
     out = tmp_path / 'demo'
-    done = _demo('--episodes', '1', '--seconds', '2', '--out', str(out))
+    done = _demo('--episodes', '1', '--steps', '20', '--seconds', '2', '--out', str(out),
+                 '--policy-config', 'tiny', '--planner-config', 'planner_bytes/planner.yaml')
     assert done.returncode == 0, done.stdout + done.stderr
+    assert 'Untrained, with random weights: policy and planner' in done.stdout
     samples = json.loads((out / 'run.json').read_text())['real_time']
     assert len(samples['arrival_gap_ms']) > 10
     assert samples['latency_ms'] and min(samples['latency_ms']) > 0
