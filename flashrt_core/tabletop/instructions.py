@@ -12,6 +12,7 @@ from collections.abc import Callable
 from collections.abc import Sequence
 from dataclasses import dataclass
 import hashlib
+from typing import NamedTuple
 
 import numpy as np
 
@@ -91,13 +92,15 @@ class Scene:
 class Example:
     """One instruction in one scene; ``plan`` is empty where the robot cannot do it.
 
-    ``kinds``: of the parts of the instruction, for the choice of what is held out.
+    ``kinds``: of the parts of the instruction, ``asked``: (block, zone) pairs that it asks for,
+    possible or not; both for the choice of what is held out.
     """
 
     instruction: str
     scene: Scene
     plan: tuple[Goal, ...]
     kinds: tuple[str, ...]
+    asked: frozenset[tuple[str, str]] = frozenset()
 
     @property
     def answer(self) -> str:
@@ -110,6 +113,15 @@ class Example:
         named = {(g.block, g.zone) for g in self.plan if g.verb == 'put'}
         chains = set(zip(self.kinds, self.kinds[1:]))
         return bool(named & HELD_OUT_PAIRS or chains & HELD_OUT_CHAINS)
+
+    @property
+    def shown(self) -> bool:
+        """Say whether training may show it.
+
+        What asks in vain for a pair that is held out is not shown either: a planner that saw such
+        a pair only where it is impossible would learn that it always is.
+        """
+        return not (self.held_out or self.asked & HELD_OUT_PAIRS)
 
 
 def _fixed_choice(items: Sequence[tuple[str, str]], count: int) -> frozenset[tuple[str, str]]:
@@ -161,7 +173,7 @@ def draw_example(rng: np.random.Generator, held_out: bool = False) -> Example:
     """Draw one example, of the training set or, with ``held_out``, of what it never shows."""
     while True:
         example = _draw(rng)
-        if example.held_out == held_out:
+        if example.held_out if held_out else example.shown:
             return example
 
 
@@ -189,93 +201,99 @@ def _draw(rng: np.random.Generator, scene: Scene | None = None) -> Example:
     parts = [_draw_part(rng, scene, simple=False)]
     while len(parts) < 3 and _chance(rng, 0.4):
         parts.append(_draw_part(rng, scene, simple=True))
-    if sum(len(plan) for _, _, plan in parts) > MOST_GOALS:
+    if sum(len(part.goals) for part in parts if part.possible) > MOST_GOALS:
         parts = parts[:1]
-    text = parts[0][1]
+    text = parts[0].text
     if len(parts) == 2 and _chance(rng, 0.25):
-        text = _pick(rng, _CHAIN_BACK).format(parts[0][1], parts[1][1])
+        text = _pick(rng, _CHAIN_BACK).format(parts[0].text, parts[1].text)
     else:
-        for at, (_, more, _) in enumerate(parts[1:]):
-            text = _pick(rng, _CHAIN if at == 0 else _CHAIN[:2]).format(text, more)
-    possible = all(goals for _, _, goals in parts)
-    plan = tuple(goal for _, _, goals in parts for goal in goals) if possible else ()
-    return Example(_dress(rng, text), scene, plan, tuple(kind for kind, _, _ in parts))
+        for at, part in enumerate(parts[1:]):
+            text = _pick(rng, _CHAIN if at == 0 else _CHAIN[:2]).format(text, part.text)
+    goals = tuple(goal for part in parts for goal in part.goals)
+    return Example(
+        _dress(rng, text), scene, goals if all(part.possible for part in parts) else (),
+        tuple(part.kind for part in parts),
+        frozenset((goal.block, goal.zone) for goal in goals if goal.zone))
 
 
-Part = tuple[str, str, tuple[Goal, ...]]
+Asked = tuple[str, tuple[Goal, ...], bool]  # text, goals, whether the scene has what it names
+
+
+class Part(NamedTuple):
+    """A part of an instruction; ``possible``: the scene has what the text names."""
+
+    kind: str
+    text: str
+    goals: tuple[Goal, ...]
+    possible: bool
 
 
 def _draw_part(rng: np.random.Generator, scene: Scene, simple: bool) -> Part:
-    """Draw (kind, text, goals); no goals where the scene lacks what the text names."""
     kinds = ('put', 'put', 'pick', 'home') if simple else (*_KINDS, 'put', 'put', 'put', 'pick')
     kind = _pick(rng, kinds)
-    makers: dict[str, Callable[[np.random.Generator, Scene], tuple[str, tuple[Goal, ...]]]] = {
+    makers: dict[str, Callable[[np.random.Generator, Scene], Asked]] = {
         'put': _put, 'pick': _pick_up, 'home': _home, 'all': _all, 'except': _except,
         'sort': _sort, 'empty': _empty, 'loose': _loose,
     }  # fmt: skip
-    text, plan = makers[kind](rng, scene)
-    return kind, text, plan
+    text, goals, possible = makers[kind](rng, scene)
+    return Part(kind, text, goals, possible and bool(goals))
 
 
-def _put(rng: np.random.Generator, scene: Scene) -> tuple[str, tuple[Goal, ...]]:
+def _put(rng: np.random.Generator, scene: Scene) -> Asked:
     block, zone = _name(rng, scene.blocks), _name(rng, scene.zones)
     there = block in scene.blocks and zone in scene.zones
     text = _pick(rng, _PUT).format(b=block, z=zone)
-    return text, (Goal('put', block, zone),) if there else ()
+    return text, (Goal('put', block, zone),), there
 
 
-def _pick_up(rng: np.random.Generator, scene: Scene) -> tuple[str, tuple[Goal, ...]]:
+def _pick_up(rng: np.random.Generator, scene: Scene) -> Asked:
     block = _name(rng, scene.blocks)
     text = _pick(rng, _PICK).format(b=block)
-    return text, (Goal('pick', block),) if block in scene.blocks else ()
+    return text, (Goal('pick', block),), block in scene.blocks
 
 
-def _home(rng: np.random.Generator, scene: Scene) -> tuple[str, tuple[Goal, ...]]:
-    return _pick(rng, _HOME), (Goal('home'),)
+def _home(rng: np.random.Generator, scene: Scene) -> Asked:
+    return _pick(rng, _HOME), (Goal('home'),), True
 
 
-def _all(rng: np.random.Generator, scene: Scene) -> tuple[str, tuple[Goal, ...]]:
+def _all(rng: np.random.Generator, scene: Scene) -> Asked:
     zone = _name(rng, scene.zones)
     text = _pick(rng, _ALL).format(z=zone)
-    return text, _puts(scene.blocks, zone, scene)
+    return text, _puts(scene.blocks, zone), zone in scene.zones
 
 
-def _except(rng: np.random.Generator, scene: Scene) -> tuple[str, tuple[Goal, ...]]:
+def _except(rng: np.random.Generator, scene: Scene) -> Asked:
     block, zone = _name(rng, scene.blocks), _name(rng, scene.zones)
     text = _pick(rng, _EXCEPT).format(b=block, z=zone)
-    if block not in scene.blocks:
-        return text, ()
-    return text, _puts([b for b in scene.blocks if b != block], zone, scene)
+    rest = _puts([b for b in scene.blocks if b != block], zone)
+    return text, rest, block in scene.blocks and zone in scene.zones
 
 
-def _sort(rng: np.random.Generator, scene: Scene) -> tuple[str, tuple[Goal, ...]]:
+def _sort(rng: np.random.Generator, scene: Scene) -> Asked:
     text = _pick(rng, _SORT)
-    if not set(scene.blocks) <= set(scene.zones):
-        return text, ()
-    return text, tuple(Goal('put', b, b) for b in scene.blocks)
+    goals = tuple(Goal('put', b, b) for b in scene.blocks)
+    return text, goals, set(scene.blocks) <= set(scene.zones)
 
 
-def _empty(rng: np.random.Generator, scene: Scene) -> tuple[str, tuple[Goal, ...]]:
+def _empty(rng: np.random.Generator, scene: Scene) -> Asked:
     source, zone = _shuffled(rng, COLOURS)[:2]
     if len(scene.zones) > 1 and not _chance(rng, 0.06):
         source, zone = _shuffled(rng, scene.zones)[:2]
     text = _pick(rng, _EMPTY).format(y=source, z=zone)
-    if source not in scene.zones:
-        return text, ()
-    at = scene.zones.index(source)
+    at = scene.zones.index(source) if source in scene.zones else len(scene.zones)
     inside = [b for b, place in zip(scene.blocks, scene.places, strict=True) if place == at]
-    return text, _puts(inside, zone, scene)
+    return text, _puts(inside, zone), zone in scene.zones
 
 
-def _loose(rng: np.random.Generator, scene: Scene) -> tuple[str, tuple[Goal, ...]]:
+def _loose(rng: np.random.Generator, scene: Scene) -> Asked:
     zone = _name(rng, scene.zones)
     text = _pick(rng, _LOOSE).format(z=zone)
     loose = [b for b, place in zip(scene.blocks, scene.places, strict=True) if place < 0]
-    return text, _puts(loose, zone, scene)
+    return text, _puts(loose, zone), zone in scene.zones
 
 
-def _puts(blocks: Sequence[str], zone: str, scene: Scene) -> tuple[Goal, ...]:
-    return tuple(Goal('put', b, zone) for b in blocks) if zone in scene.zones else ()
+def _puts(blocks: Sequence[str], zone: str) -> tuple[Goal, ...]:
+    return tuple(Goal('put', b, zone) for b in blocks)
 
 
 def _draw_scene(rng: np.random.Generator) -> Scene:

@@ -53,7 +53,7 @@ SIZES = dict(
 MTP_SHARE = 0.3  # of the MTP head's loss
 EVALUATION_SEED = 20_261_130
 WEIGHTS, TOKENIZER, CONFIG = 'planner.safetensors', 'tokenizer.json', 'planner.yaml'
-DEFAULT = Recipe(steps=6000, batch=256)
+DEFAULT = Recipe(steps=6000, batch=256, decay=0.1)
 
 
 def sizes() -> Qwen35Config:

@@ -47,7 +47,10 @@ def test_training_never_shows_what_is_held_out_and_held_out_examples_always_do()
         return bool(pairs & HELD_OUT_PAIRS
                     or set(zip(example.kinds, example.kinds[1:])) & HELD_OUT_CHAINS)
 
-    assert not any(map(combined, draw(800)))
+    shown = draw(800)
+    assert not any(map(combined, shown))
+    assert not any(example.asked & HELD_OUT_PAIRS for example in shown)
+    assert not any('red' in example.scene.blocks for example in shown if 'sort' in example.kinds)
     assert all(map(combined, draw(200, held_out=True)))
 
 
