@@ -36,7 +36,6 @@ from flashrt_core.tabletop.tasks import goal_reached
 from flashrt_core.tabletop.training import Score
 
 RETRIES = ('left alone', 'told anew', 'rolled back')
-PATIENCE = 120    # steps after which a subgoal is retried
 SEED = 20_261_201
 CANDIDATES = 8
 
@@ -45,28 +44,32 @@ Row = dict[str, object]
 _driver: Driver | None = None
 
 
-def retry(driver: Driver, number: int, how: str) -> bool:
-    """Pick up a block that slips once; after PATIENCE steps without success do as ``how`` says.
+def retry(driver: Driver, number: int, how: str) -> int | None:
+    """Pick up a block that slips once, then do as ``how`` says; return the steps, None if missed.
 
-    left alone: nothing. told anew: the same subgoal again, the state as it is. rolled back: the
-    policy goes to its mark at the subgoal's begin, and the subgoal again, under another seed.
+    It is done with the first chunk after the slip, as by one who sees it. left alone: nothing.
+    told anew: the same subgoal again, the state as it is. rolled back: the policy goes to its mark
+    at the subgoal's begin, and the subgoal again, under another seed.
     """
     world, goal = table(number, 'pick')
     driver.reset(number)
     mark = driver.mark()
-    slipped = False
+    slipped = seen = False
     for step in range(LONGEST):
-        if step and step % REPLAN == 0 and driver.done:
-            return goal_reached(goal, world.snapshot())
-        if step == PATIENCE and how == 'rolled back':
-            driver.rollback(mark, number + 2**20)
-        elif step == PATIENCE and how == 'told anew':
-            driver.tell_anew()
+        if step and step % REPLAN == 0:
+            if driver.done:
+                return step if goal_reached(goal, world.snapshot()) else None
+            if slipped and not seen:
+                seen = True
+                if how == 'rolled back':
+                    driver.rollback(mark, number + 2**20)
+                elif how == 'told anew':
+                    driver.tell_anew()
         world.step(driver.act(world.snapshot(), goal))
         if not slipped and world.snapshot().held >= 0 and world.snapshot().lift > 0.5:
             slipped = True
             world.slip()
-    return False
+    return None
 
 
 def _bind(policy: Path) -> None:
@@ -76,7 +79,7 @@ def _bind(policy: Path) -> None:
     _driver = Driver(policy)
 
 
-def _retry(task: tuple[int, str]) -> bool:
+def _retry(task: tuple[int, str]) -> int | None:
     assert _driver is not None
     return retry(_driver, *task)
 
@@ -87,8 +90,13 @@ def retries(policy: Path, count: int, workers: int) -> list[Row]:
     context = multiprocessing.get_context('spawn')
     with ProcessPoolExecutor(workers, context, _bind, (policy,)) as pool:
         results = list(pool.map(_retry, tasks))
-    return [_rate(f'retry after a slip, {how}', results[at * count : (at + 1) * count])
-            for at, how in enumerate(RETRIES)]
+    rows = []
+    for at, how in enumerate(RETRIES):
+        some = results[at * count : (at + 1) * count]
+        taken = [steps for steps in some if steps is not None]
+        rows.append({**_rate(f'retry after a slip, {how}', [s is not None for s in some]),
+                     'steps': _median(taken) if taken else '-'})
+    return rows
 
 
 def candidates(policy: Path, count: int, workers: int) -> list[Row]:

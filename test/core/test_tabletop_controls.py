@@ -38,12 +38,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_each_control_runs_on_the_same_tables(
         models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(controls, 'LONGEST', 20)
-    monkeypatch.setattr(controls, 'PATIENCE', 8)
     monkeypatch.setattr(plan_writer, 'MOST_TOKENS', 8)  # an untrained planner finds no end
     policy, planner = models / 'policy/policy.yaml', models / 'planner/planner.yaml'
     driver = Driver(policy)
     try:
-        assert {controls.retry(driver, 0, how) for how in controls.RETRIES} <= {True, False}
+        # It knows nothing, so the block never slips and all three are one.
+        assert len({controls.retry(driver, 0, how) for how in controls.RETRIES}) == 1
     finally:
         driver.close()
     resets = controls.resets(policy, 3, 'cpu')
