@@ -38,6 +38,7 @@ from flashrt_core.tabletop.subgoals import in_held_out_spot
 from flashrt_core.tabletop.subgoals import settled
 from flashrt_core.tabletop.subgoals import SLOTS
 from flashrt_core.tabletop.tasks import Goal
+from flashrt_core.tabletop.tasks import goal_reached
 from flashrt_core.tabletop.world import World
 
 HORIZON = 16      # steps of a label
@@ -48,6 +49,7 @@ LINGER = 30       # steps that an episode goes on after a goal is reached
 GOALS = 3         # goals in a row on one table
 IDLE = 24         # steps without a goal, which some tables begin with or come to in between
 IDLE_SHARE = 0.12
+CROWDED_SHARE = 0.3  # of the goals to put a block find another one in the zone already
 
 Act = Callable[[WorldState, Goal | None], NDArray[np.float64]]
 
@@ -144,6 +146,19 @@ def perturb(rng: np.random.Generator, world: World) -> None:
             world.move_block(state.block_names[index], x, y)
 
 
+def crowd(rng: np.random.Generator, world: World, goal: Goal) -> None:
+    """Lay another block into the zone of a goal to put one, as an earlier goal would have."""
+    state = world.snapshot()
+    zone = state.zone_index(goal.zone)
+    others = [name for at, name in enumerate(state.block_names)
+              if name != goal.block and at != state.held]
+    if zone is None or not others or any(
+            goal_reached(Goal('put', name, goal.zone), state) for name in others):
+        return
+    x, y = (state.zones[zone] + 0.03 * (rng.random(2) - 0.5)).tolist()
+    world.move_block(others[int(rng.random() * len(others))], x, y)
+
+
 def episode(seed: int, act: Act | None = None) -> Samples:
     """Record a few goals in a row on one table.
 
@@ -159,6 +174,8 @@ def episode(seed: int, act: Act | None = None) -> Samples:
         goal = None if idle else draw_goal(rng, world.snapshot(), pairs='seen')
         if goal is None and not idle:
             continue
+        if goal is not None and rng.random() < CROWDED_SHARE:
+            crowd(rng, world, goal)
         # Some goals are cut short, as by an interrupt.
         limit = int(rng.random() * LONGEST) if rng.random() < 0.15 else LONGEST
         limit = IDLE if idle else limit

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import replace as changed
+import hashlib
 import os
 from pathlib import Path
 import sys
@@ -29,6 +30,7 @@ from flashrt_core.errors import ConfigError
 from flashrt_core.errors import FlashrtError
 from flashrt_core.nn import GemmaDims
 from flashrt_core.nn import SiglipDims
+from flashrt_core.policies import make_policy
 from flashrt_core.policies.pi0.config import load_config
 from flashrt_core.policies.pi0.config import Pi0Config
 from flashrt_core.policies.pi0.config import Statistics
@@ -44,7 +46,6 @@ from flashrt_core.tabletop.policy_learner import Step
 from flashrt_core.tabletop.producer import OWN_SEEDS
 from flashrt_core.tabletop.producer import Piece
 from flashrt_core.tabletop.producer import Producer
-from flashrt_core.tabletop.training import load_record
 from flashrt_core.tabletop.training import load_weights
 from flashrt_core.tabletop.training import Recipe
 from flashrt_core.tabletop.training import RECORD
@@ -102,7 +103,8 @@ def train(folder: Path, recipe: Recipe, device: torch.device, minutes: float,
     """
     parts = [dataset.load(folder / EXPERT)]
     c = with_statistics(sizes(), parts[0])  # of the first turn, so that weights keep their scale
-    w = first_weights(c, recipe, device, folder / TURN.format(1) if turn == 2 else None)
+    w = first_weights(c, recipe, device,
+                      load_weights(folder / TURN.format(1)) if turn == 2 else {})
     if turn == 2:
         parts.append(dataset.load(folder / OWN))
     samples = dataset.join(parts)
@@ -122,14 +124,21 @@ def train(folder: Path, recipe: Recipe, device: torch.device, minutes: float,
 
 
 def first_weights(c: Pi0Config, recipe: Recipe, device: torch.device,
-                  begin: Path | None = None) -> dict[str, Tensor]:
-    """Return the weights to begin with: random, or those of the training in ``begin``."""
+                  begin: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights to begin with: random, or those of ``begin``."""
     w = {n: random_weight(n, s, recipe.seed).to(device) for n, s in weight_specs(c).items()}
-    if begin is not None:
-        held = load_weights(begin)
-        for name, tensor in w.items():
-            tensor.copy_(held[name])
+    for name in begin:
+        w[name].copy_(begin[name])
     return w
+
+
+def weights_of(folder: Path) -> dict[str, Tensor]:
+    """Return the weights of a trained model, as stored in bf16, on the CPU."""
+    session = make_policy('pi0').bind(pick_backend('cpu'), str(folder / CONFIG))
+    try:
+        return {n: session.buffers[n].tensor.clone() for n in weight_specs(session.config)}
+    finally:
+        session.close()
 
 
 def write_model(folder: Path, c: Pi0Config, weights: Mapping[str, Tensor], steps: int) -> None:
@@ -148,7 +157,7 @@ def train_by_the_clock(folder: Path, recipe: Recipe, device: torch.device, minut
     how many there were.
 
     :param capacity: samples kept on the device, the newest.
-    :param begin: folder of a training to go on from, with a rate that begins anew.
+    :param begin: folder of a model to go on from, with a rate that begins anew.
     """
     end = time.monotonic() + minutes * 60 - SPARE_S
     folder.mkdir(parents=True, exist_ok=True)
@@ -158,7 +167,7 @@ def train_by_the_clock(folder: Path, recipe: Recipe, device: torch.device, minut
                           'with --begin to go on from it')
     place.mkdir(exist_ok=True)
     c = sizes()
-    w = first_weights(c, recipe, device, begin)
+    w = first_weights(c, recipe, device, {} if begin is None else weights_of(begin))
     shelf = Shelf(c, capacity, device)
     step = Step(c, w, shelf, recipe.batch, recipe.seed)
     producer = Producer(workers, c.vision.image_size)
@@ -174,7 +183,7 @@ def train_by_the_clock(folder: Path, recipe: Recipe, device: torch.device, minut
         begun = time.monotonic()
         c = with_statistics(c, dataset.join(s for s, _ in first))
         if begin is not None:
-            c = changed(c, statistics=load_config(begin.parent / CONFIG).statistics)
+            c = changed(c, statistics=load_config(begin / CONFIG).statistics)
         shelf.statistics = c.statistics
         training = Training(place, recipe, w, {'statistics': vars(c.statistics)})
 
@@ -198,7 +207,7 @@ def train_by_the_clock(folder: Path, recipe: Recipe, device: torch.device, minut
         training.facts |= {
             'episodes': producer.episodes, 'samples': shelf.given, 'minutes in all': minutes,
             'first seeds': {'expert': 0, 'own': OWN_SEEDS},
-            'went on from': '' if begin is None else load_record(begin)}
+            'went on from': '' if begin is None else digest_of(begin / WEIGHTS)}
     finally:
         producer.close()
     training.save()
@@ -221,6 +230,11 @@ def _config_text(c: Pi0Config) -> str:
                'weights': WEIGHTS}
     return ('# The small policy of the tabletop. The last action is the probability that the '
             'subgoal is done.\n' + yaml.safe_dump(record, sort_keys=False))
+
+
+def digest_of(path: Path) -> str:
+    """Return the first 16 digits of a file's SHA-256."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
 def _capacity(c: Pi0Config, device: torch.device, episodes: int) -> int:
@@ -272,7 +286,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument('--own', type=int, default=400, help='episodes that the policy drives')
     parser.add_argument('--within', type=float, default=9.3,
                         help='minutes for all of it: the command "all" goes by the clock')
-    parser.add_argument('--begin', type=Path, help='folder of an "all" to go on from')
+    parser.add_argument('--begin', type=Path, help='folder of a trained model to go on from')
     parser.add_argument('--device', default='auto', choices=('auto', 'cpu', 'cuda'))
     parser.add_argument('--workers', type=int, default=os.cpu_count(), help='processes')
     parser.add_argument('--minutes', type=float, default=1e9, help='of a training, at most')
@@ -285,7 +299,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if o.command == 'all':
             done = train_by_the_clock(
                 o.out, recipe, device, o.within, o.workers,
-                _capacity(sizes(), device, o.episodes), o.begin and o.begin / TIMED)
+                _capacity(sizes(), device, o.episodes), o.begin)
             print(f'{done} steps; {o.out / WEIGHTS} written')
             return 0
         if o.command == 'generate':

@@ -11,6 +11,7 @@ from flashrt_core.policies import letterbox
 from flashrt_core.tabletop import dataset
 from flashrt_core.tabletop import Expert
 from flashrt_core.tabletop import Goal
+from flashrt_core.tabletop import goal_reached
 from flashrt_core.tabletop import render_state
 from flashrt_core.tabletop import World
 from flashrt_core.tabletop import WorldState
@@ -70,6 +71,15 @@ def test_frames_are_what_the_executor_makes_of_the_cameras(samples: dataset.Samp
     for at, view in enumerate(('top', 'wrist')):
         sent = render_state(state, view, 224)  # config/tabletop.yaml
         assert np.array_equal(frames[1, at], letterbox(sent, 42))
+
+
+def test_a_goals_zone_may_hold_another_block_already() -> None:
+    world = World(6, blocks=2, zones=1)
+    one, other = world.snapshot().block_names
+    goal = Goal('put', one, world.snapshot().zone_names[0])
+    dataset.crowd(np.random.default_rng(0), world, goal)
+    state = world.snapshot()
+    assert goal_reached(Goal('put', other, goal.zone), state) and not goal_reached(goal, state)
 
 
 def test_samples_come_back_from_their_file(samples: dataset.Samples, tmp_path: Path) -> None:

@@ -78,6 +78,17 @@ def test_a_training_that_stopped_goes_on_to_the_same_weights(
     assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
 
 
+def test_a_training_may_begin_with_a_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shrink(monkeypatch)
+    c = load_config(folder / train_policy.CONFIG)
+    held = train_policy.weights_of(folder)
+    found = train_policy.first_weights(c, RECIPE, CPU, held)
+    trained = training.load_weights(folder / 'turn1')
+    assert found.keys() == trained.keys()
+    for name, tensor in found.items():
+        assert torch.equal(tensor, trained[name].to(torch.bfloat16).float()), name
+
+
 def test_the_second_turn_begins_where_the_first_ended(
         folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shrink(monkeypatch)
