@@ -15,9 +15,6 @@ from flashrt_core.kernels._triton import lazy_jit
 from flashrt_core.kernels._triton import LazyKernel
 from flashrt_core.kernels._triton import triton_selected
 from flashrt_core.kernels._triton import Variant
-from flashrt_core.kernels.skinny import Ahead
-from flashrt_core.kernels.skinny import AHEAD_TYPES
-from flashrt_core.kernels.skinny import NOTHING_AHEAD
 from flashrt_core.kernels.skinny import operand
 from flashrt_core.nn import rms_norm
 from flashrt_core.nn import rotate
@@ -85,25 +82,18 @@ def qkv_rope(a, w, w_scale, cos, sin, q, kv, M, S,  # type: ignore[no-untyped-de
 
 
 @lazy_jit
-def fold_norm(x, partial, weight, y, y_scale,  # type: ignore[no-untyped-def]
-              ahead, last, chunk, M, eps,
+def fold_norm(x, partial, weight, y, y_scale, M, eps,  # type: ignore[no-untyped-def]
               N: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr):
     """
     Add partial [SPLITS, M, N] to x [M, N] and write y = rms_norm(x, weight); grid (M,).
 
-    With a y_scale [] y is E4M3, over the scale. ``ahead``: see ``skinny.Ahead``, 256 chunks a
-    program.
+    With a y_scale [] y is E4M3, over the scale.
     """
     row = tl.program_id(0)
     n = tl.arange(0, N)
     j = tl.arange(0, SPLITS)
     if PDL:
         tl.inline_asm_elementwise('griddepcontrol.launch_dependents; // $0', '=r', [],
-                                  dtype=tl.int32, is_pure=False, pack=1)
-    if ahead is not None:  # ask for what comes after: the memory is idle meanwhile
-        place = (row * 256 + tl.arange(0, 256)).to(tl.int64) * chunk
-        tl.inline_asm_elementwise('cp.async.bulk.prefetch.L2.global [$1], $2; // $0', '=r,l,r',
-                                  [ahead.to(tl.int64) + tl.minimum(place, last), chunk],
                                   dtype=tl.int32, is_pure=False, pack=1)
         tl.inline_asm_elementwise('griddepcontrol.wait; // $0', '=r', [],
                                   dtype=tl.int32, is_pure=False, pack=1)
@@ -207,14 +197,9 @@ def project(a: Tensor, w: Weight, cos: Tensor, sin: Tensor, q: Tensor, kv: Tenso
 
 
 def fold(x: Tensor, partial: Tensor, weight: Tensor, y: Tensor, eps: float,
-         pdl: bool = False, scale: Tensor | None = None, after: Weight | None = None) -> None:
-    """
-    Launch ``fold_norm`` over x [M, N]; with a scale float32 [] y is E4M3.
-
-    :param after: the weight of the next product, asked for early.
-    """
-    ahead = Ahead.of(after if pdl else None, x.shape[0] * 256)
-    fold_norm[(x.shape[0],)](x, partial, weight, y, scale, *ahead, x.shape[0], eps, N=x.shape[1],
+         pdl: bool = False, scale: Tensor | None = None) -> None:
+    """Launch ``fold_norm`` over x [M, N]; with a scale float32 [] y is E4M3."""
+    fold_norm[(x.shape[0],)](x, partial, weight, y, scale, x.shape[0], eps, N=x.shape[1],
                              SPLITS=partial.shape[0], PDL=pdl, num_warps=8, launch_pdl=pdl)
 
 
@@ -260,7 +245,7 @@ def _check(device: torch.device) -> bool:
     x, partial = draw(device, dtype, R * S, N, seed=3), draw(device, single, 8, R * S, N, seed=4)
     norm = draw(device, single, N, seed=5) / 8
     stream, normed = x.clone(), torch.full_like(x, torch.nan)
-    fold(stream, partial, norm, normed, 1e-6, pdl, after=w)
+    fold(stream, partial, norm, normed, 1e-6, pdl)
     expected = x.float() + partial.sum(0)
     agree += [close(stream, expected), close(normed, rms_norm(expected, norm, 1e-6))]
 
@@ -305,15 +290,12 @@ def _variants() -> tuple[Variant, ...]:
     add(qkv_rope, qkv | types, (90, 110), 4, **heads, K=1024, BM=64, BH=16, PDL=True)
     boards = ((False, (87,)), (True, (90, 110, 121)))
     for pdl, archs in boards:
-        add(fold_norm, fold_types, archs, 8, N=1024, SPLITS=8, PDL=pdl, y_scale=None,
-            **NOTHING_AHEAD)
+        add(fold_norm, fold_types, archs, 8, N=1024, SPLITS=8, PDL=pdl, y_scale=None)
         add(fold_tokens, token_types, archs, 4, N=1024, SPLITS=4, PDL=pdl, y_scale=None)
         add(flow_step, step_types, archs, 8, N=1024, A=32, SPLITS=8, READ=True, WRITE=True,
             PDL=pdl)
     types = {'y': '*fp8e4nv', 'y_scale': '*fp32'}
-    add(fold_norm, fold_types | AHEAD_TYPES, FP8_ARCHS, 8, N=1024, SPLITS=8, PDL=True,
-        y_scale=None)
-    add(fold_norm, fold_types | types | AHEAD_TYPES, FP8_ARCHS, 8, N=1024, SPLITS=8, PDL=True)
+    add(fold_norm, fold_types | types, FP8_ARCHS, 8, N=1024, SPLITS=8, PDL=True)
     add(fold_tokens, token_types | types, FP8_ARCHS, 4, N=1024, SPLITS=4, PDL=True)
     return tuple(found)
 

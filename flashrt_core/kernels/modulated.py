@@ -19,36 +19,25 @@ from flashrt_core.kernels._triton import lazy_jit
 from flashrt_core.kernels._triton import LazyKernel
 from flashrt_core.kernels._triton import triton_selected
 from flashrt_core.kernels._triton import Variant
-from flashrt_core.kernels.skinny import Ahead
-from flashrt_core.kernels.skinny import AHEAD_TYPES
-from flashrt_core.kernels.skinny import NOTHING_AHEAD
 from flashrt_core.nn import modulated_norm
-from flashrt_core.nn.fp8 import Weight
 
 if TYPE_CHECKING:
     import triton.language as tl
 
 
 @lazy_jit
-def fold_modulated(x, partial, before, by, y, y_scale,  # type: ignore[no-untyped-def]
-                   ahead, last, chunk, M, eps,
+def fold_modulated(x, partial, before, by, y, y_scale, M, eps,  # type: ignore[no-untyped-def]
                    N: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr):
     """
     Add partial [SPLITS, M, N] times the gate of ``before`` to x [M, N]; y = the norm by ``by``.
 
-    With a y_scale [] y is E4M3, over the scale. ``ahead``: see ``skinny.Ahead``, 256 chunks a
-    program. Grid (M,).
+    With a y_scale [] y is E4M3, over the scale. Grid (M,).
     """
     row = tl.program_id(0)
     n = tl.arange(0, N)
     j = tl.arange(0, SPLITS)
     if PDL:
         tl.inline_asm_elementwise('griddepcontrol.launch_dependents; // $0', '=r', [],
-                                  dtype=tl.int32, is_pure=False, pack=1)
-    if ahead is not None:  # ask for what comes after: the memory is idle meanwhile
-        place = (row * 256 + tl.arange(0, 256)).to(tl.int64) * chunk
-        tl.inline_asm_elementwise('cp.async.bulk.prefetch.L2.global [$1], $2; // $0', '=r,l,r',
-                                  [ahead.to(tl.int64) + tl.minimum(place, last), chunk],
                                   dtype=tl.int32, is_pure=False, pack=1)
     gate = tl.load(before + 2 * N + n)
     scale = 1.0 + tl.load(by + n)
@@ -115,16 +104,10 @@ def step_modulated(x, partial, before, last, first, out_w, out_b,  # type: ignor
 
 
 def fold(x: Tensor, partial: Tensor, before: Tensor, by: Tensor, y: Tensor, eps: float,
-         pdl: bool = False, scale: Tensor | None = None, after: Weight | None = None) -> None:
-    """
-    Launch ``fold_modulated`` over x [M, N]; before and by float32 [3, N]; y E4M3 by a scale.
-
-    :param after: the weight of the next product, asked for early.
-    """
-    ahead = Ahead.of(after if pdl else None, x.shape[0] * 256)
-    fold_modulated[(x.shape[0],)](x, partial, before, by, y, scale, *ahead, x.shape[0], eps,
-                                  N=x.shape[1], SPLITS=partial.shape[0], PDL=pdl, num_warps=8,
-                                  launch_pdl=pdl)
+         pdl: bool = False, scale: Tensor | None = None) -> None:
+    """Launch ``fold_modulated`` over x [M, N]; before and by float32 [3, N]; y E4M3 by a scale."""
+    fold_modulated[(x.shape[0],)](x, partial, before, by, y, scale, x.shape[0], eps, N=x.shape[1],
+                                  SPLITS=partial.shape[0], PDL=pdl, num_warps=8, launch_pdl=pdl)
 
 
 def step(x: Tensor, partial: Tensor, ended: tuple[Tensor, Tensor], first: Tensor, out_w: Tensor,
@@ -157,7 +140,7 @@ def _check(device: torch.device) -> bool:
     before, by, first = (draw(device, single, 3, N, seed=i) for i in (2, 3, 4))
     expected = x.float() + partial.sum(0) * before[2]
     stream, normed = x.clone(), torch.full_like(x, torch.nan)
-    fold(stream, partial, before, by, normed, eps, pdl, after=before)
+    fold(stream, partial, before, by, normed, eps, pdl)
     agree = [close(stream, expected), close(normed, modulated_norm(expected, by, eps))]
 
     out_w, in_w = draw(device, single, A, N, seed=5) / 32, draw(device, single, N, A, seed=6) / 6
@@ -188,14 +171,11 @@ def _variants() -> tuple[Variant, ...]:
 
     boards: tuple[tuple[bool, tuple[int, ...]], ...] = ((False, (87,)), (True, (90, 110, 121)))
     for pdl, archs in boards:
-        add(fold_modulated, fold_types, archs, N=1024, SPLITS=8, PDL=pdl, y_scale=None,
-            **NOTHING_AHEAD)
+        add(fold_modulated, fold_types, archs, N=1024, SPLITS=8, PDL=pdl, y_scale=None)
         add(step_modulated, step_types, archs, N=1024, A=32, SPLITS=8, READ=True, WRITE=True,
             PDL=pdl, y_scale=None)
     types = {'y': '*fp8e4nv', 'y_scale': '*fp32'}
-    add(fold_modulated, fold_types | AHEAD_TYPES, FP8_ARCHS, N=1024, SPLITS=8, PDL=True,
-        y_scale=None)
-    add(fold_modulated, fold_types | types | AHEAD_TYPES, FP8_ARCHS, N=1024, SPLITS=8, PDL=True)
+    add(fold_modulated, fold_types | types, FP8_ARCHS, N=1024, SPLITS=8, PDL=True)
     add(step_modulated, step_types | types, FP8_ARCHS, N=1024, A=32, SPLITS=8, READ=True,
         WRITE=True, PDL=True)
     return tuple(found)

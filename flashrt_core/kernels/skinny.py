@@ -5,7 +5,6 @@ the next kernel folds in a fixed order. A row's bits depend on nothing but the r
 """
 from __future__ import annotations
 
-from typing import NamedTuple
 from typing import TYPE_CHECKING
 
 import torch
@@ -68,8 +67,7 @@ def matmul_split(a, w, w_scale, partial, M,  # type: ignore[no-untyped-def]
 
 
 @lazy_jit
-def gate_up_gelu(a, w, w_scale, out, out_scale,  # type: ignore[no-untyped-def]
-                 ahead, last, chunk, M,
+def gate_up_gelu(a, w, w_scale, out, out_scale, M,  # type: ignore[no-untyped-def]
                  N: tl.constexpr, K: tl.constexpr,
                  BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
                  PDL: tl.constexpr):
@@ -77,17 +75,12 @@ def gate_up_gelu(a, w, w_scale, out, out_scale,  # type: ignore[no-untyped-def]
     Write gelu(a @ gate^T) * (a @ up^T) as out [M, N]; w [2 * N, K] holds gate, then up.
 
     With w_scale [2 * N] a and w are E4M3 and the sums are multiplied by it, and out is E4M3, over
-    out_scale []. ``ahead``: see ``Ahead``, 128 chunks a program. Grid (rows, columns).
+    out_scale []. Grid (rows, columns).
     """
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     if PDL:
         tl.inline_asm_elementwise('griddepcontrol.launch_dependents; // $0', '=r', [],
-                                  dtype=tl.int32, is_pure=False, pack=1)
-    if ahead is not None:  # ask for what comes after: the memory is idle meanwhile
-        place = (tl.program_id(1) * 128 + tl.arange(0, 128)).to(tl.int64) * chunk
-        tl.inline_asm_elementwise('cp.async.bulk.prefetch.L2.global [$1], $2; // $0', '=r,l,r',
-                                  [ahead.to(tl.int64) + tl.minimum(place, last), chunk],
                                   dtype=tl.int32, is_pure=False, pack=1)
     if PDL:
         tl.inline_asm_elementwise('griddepcontrol.wait; // $0', '=r', [],
@@ -141,40 +134,12 @@ def split_product(a: Tensor, w: Weight, partial: Tensor, tile: Tile = SPLIT_TILE
                        PDL=pdl, num_warps=warps, num_stages=stages, launch_pdl=pdl)
 
 
-class Ahead(NamedTuple):
-    """
-    What a kernel asks the L2 cache for, so that a later one need not wait for the memory.
-
-    Each program fetches some chunks; together they cover the tensor, the last one over and over.
-    Only with PDL: a kernel asks before it waits for the one before it.
-    """
-
-    data: Tensor | None
-    last: int | None  # where the last chunk begins
-    chunk: int | None  # bytes, a multiple of 16
-
-    @classmethod
-    def of(cls, weight: Weight | None, parts: int) -> Ahead:
-        """Return the ask for a weight in so many parts; nothing for None."""
-        if weight is None:
-            return cls(None, None, None)
-        data, _ = operand(weight)
-        chunk = -(-data.nbytes // (parts * 16)) * 16
-        return cls(data, data.nbytes - chunk, chunk)
-
-
-NOTHING_AHEAD: dict[str, object] = {'ahead': None, 'last': None, 'chunk': None}
-AHEAD_TYPES = {'ahead': '*u8', 'last': 'i64', 'chunk': 'i32'}
-
-
-def gated(a: Tensor, w: Weight, out: Tensor, pdl: bool = False, scale: Tensor | None = None,
-          after: Weight | None = None) -> None:
+def gated(a: Tensor, w: Weight, out: Tensor, pdl: bool = False,
+          scale: Tensor | None = None) -> None:
     """
     Launch ``gate_up_gelu`` for few rows: a [M, K], w [2 * N, K] -> out [M, N].
 
     A quantised w needs an a that its writer has quantised. With a scale float32 [] out is E4M3.
-
-    :param after: the weight of the next product, asked for early.
     """
     rows, N = out.shape
     K = a.shape[1]
@@ -183,9 +148,8 @@ def gated(a: Tensor, w: Weight, out: Tensor, pdl: bool = False, scale: Tensor | 
     if N % BN or K % BK:
         raise ValueError(f'a gated product of {N} x {K} does not fit tiles')
     grid = (-(-rows // 64), N // BN)
-    ahead = Ahead.of(after if pdl else None, N // BN * 128)
-    gate_up_gelu[grid](a, *operand(w), out, scale, *ahead, rows, N=N, K=K, BM=64, BN=BN, BK=BK,
-                       PDL=pdl, num_warps=warps, num_stages=stages, launch_pdl=pdl)
+    gate_up_gelu[grid](a, *operand(w), out, scale, rows, N=N, K=K, BM=64, BN=BN, BK=BK, PDL=pdl,
+                       num_warps=warps, num_stages=stages, launch_pdl=pdl)
 
 
 def operand(w: Weight) -> tuple[Tensor, Tensor | None]:
@@ -222,7 +186,7 @@ def _check(device: torch.device) -> bool:
     agree.append(close(partial.sum(0), F.linear(a, w), 2e-3))
     a, w = draw(device, dtype, 70, 1024), draw(device, dtype, 2048, 1024, seed=3) / 32
     out = torch.full((70, 1024), torch.nan, device=device, dtype=dtype)
-    gated(a, w, out, pdl, after=w)
+    gated(a, w, out, pdl)
     return all(agree) and close(out, gated_reference(a, w))
 
 
@@ -245,13 +209,11 @@ def _variants() -> tuple[Variant, ...]:
                                       (single, 1024, 4, FLOAT_TILE)):
             add(matmul_split, kind, archs, tile, N=1024, K=K, SPLITS=splits, PDL=pdl, w_scale=None)
         add(gate_up_gelu, gate, archs, GATED_TILE, N=4096, K=1024, PDL=pdl, w_scale=None,
-            out_scale=None, **NOTHING_AHEAD)
+            out_scale=None)
     for K, tile in ((2048, WHOLE_TILE), (4096, SPLIT_TILE)):
         add(matmul_split, types | quantised, (90, 110), tile, N=1024, K=K, SPLITS=8, PDL=True)
-    add(gate_up_gelu, gate | AHEAD_TYPES, (90, 110), GATED_TILE, N=4096, K=1024, PDL=True,
-        w_scale=None, out_scale=None)
-    quantised |= {'out': '*fp8e4nv', 'out_scale': '*fp32'} | AHEAD_TYPES
-    add(gate_up_gelu, gate | quantised, (90, 110), FP8_GATED_TILE, N=4096, K=1024, PDL=True)
+    add(gate_up_gelu, gate | quantised | {'out': '*fp8e4nv', 'out_scale': '*fp32'}, (90, 110),
+        FP8_GATED_TILE, N=4096, K=1024, PDL=True)
     return tuple(found)
 
 

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 import os
 from pathlib import Path
 import subprocess
@@ -60,19 +59,6 @@ def test_other_numbers_and_nan_are_not_close():
     a = torch.ones(100)
     assert close(a * 1.005, a) and not close(a * 1.02, a)
     assert not close(torch.full_like(a, torch.nan), a)
-
-
-@pytest.mark.parametrize('N, K, parts', [
-    (8192, 1024, 51 * 256), (1024, 4096, 128 * 128), (8192, 1024, 408 * 256),
-    (64, 8, 256)])
-def test_what_is_asked_ahead_covers_the_weight_and_nothing_beyond(N, K, parts):
-    weight = torch.empty((N, K), dtype=torch.bfloat16)
-    data, last, chunk = skinny.Ahead.of(weight, parts)
-    assert data is weight and chunk % 16 == 0 and last % 16 == 0
-    begins = [min(i * chunk, last) for i in range(parts)]
-    assert begins[0] == 0 and begins[-1] + chunk == weight.nbytes
-    assert all(b - a <= chunk for a, b in pairwise(begins))
-    assert skinny.Ahead.of(None, parts) == (None, None, None)
 
 
 @pytest.mark.gpu

@@ -84,9 +84,8 @@ def denoise(
             attend(i, y, layer, attended)
             skinny.split_product(
                 attended.view(M, -1), layer.out, partial, skinny.WHOLE_TILE, pdl)
-            modulated.fold(x, partial, first, second, y, d.eps, pdl, scale_of(layer.gate_up),
-                           after=layer.gate_up)
-            skinny.gated(y, layer.gate_up, hidden, pdl, scale_of(layer.down), after=layer.down)
+            modulated.fold(x, partial, first, second, y, d.eps, pdl, scale_of(layer.gate_up))
+            skinny.gated(y, layer.gate_up, hidden, pdl, scale_of(layer.down))
             skinny.split_product(hidden, layer.down, partial, skinny.SPLIT_TILE, pdl)
             if i + 1 < L:
                 modulated.fold(x, partial, second, table[at, 2 * i + 2], y, d.eps, pdl,
