@@ -177,6 +177,7 @@ def _measure(report: Report, ceilings: Ceilings, rate8: float, arguments: argpar
 def timed(case: Case, repeats: int) -> list[float]:
     """Return microseconds of one launch, from replays of a graph that takes every set once."""
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # which still makes tokens and positions
     with torch.cuda.stream(stream):
         for i in range(case.sets):
             case.launch(i)

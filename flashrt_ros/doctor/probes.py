@@ -142,6 +142,7 @@ def graphs() -> dict[str, Any]:
         out.copy_(hidden)
 
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         body()
     stream.synchronize()

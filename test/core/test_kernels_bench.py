@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,12 +26,42 @@ def test_inputs_rotate_until_they_exceed_the_cache(nbytes: int, sets: int) -> No
     assert kernels.rotated(nbytes) == sets
 
 
+class Streams:
+    """Stands in for torch.cuda: notes what happens, in order."""
+
+    def __init__(self, noted: list[str]) -> None:
+        self.noted = noted
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: object, **options: object) -> Any:
+            if name in ('wait_stream', 'synchronize', 'replay'):
+                self.noted.append(name)
+            return 1.0 if name == 'elapsed_time' else self
+        return call
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+def test_no_launch_begins_before_its_inputs_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The inputs are made in another stream: positions half made send a kernel anywhere."""
+    noted: list[str] = []
+    monkeypatch.setattr(torch, 'cuda', Streams(noted))
+    case = kernels.Case('case', 2, lambda i: noted.append(f'launch {i}'), 1)
+    assert kernels.timed(case, 1) == [pytest.approx(1e3 / 20)]
+    assert noted[:4] == ['wait_stream', 'launch 0', 'launch 1', 'synchronize']
+
+
 @pytest.mark.gpu
 def test_every_kernel_has_a_row_beside_its_floor(tmp_path: Path) -> None:
     assert main(['kernels', '--config', '0.8b', '--rows', '1', '5', '--lengths', '512',
                  '--tokens', '128', '--repeats', '3', '--out', str(tmp_path)]) == 0
     (path,) = tmp_path.iterdir()
     rows = json.loads(path.read_text())['rows']
+    assert not [row['parts'] for row in rows if row['what'] == 'refused']
     for name in ('mix', 'qkv', 'head', 'out', 'down', 'gate_up', 'delta step', 'decode attention',
                  'delta chunk', 'prefill attention', 'layers at', 'layers, chunk', 'mix fp8',
                  'down fp8', 'gate_up fp8', 'chunk down fp8', 'chunk gate fp8', 'chunk scaling',
@@ -38,4 +69,3 @@ def test_every_kernel_has_a_row_beside_its_floor(tmp_path: Path) -> None:
                  'gate_up int4', 'chunk down int4'):
         found = [row for row in rows if name in row['what']]
         assert found and all(row['p50_us'] > 0 and row['floor_us'] > 0 for row in found), name
-    assert 'refused' not in {row['what'] for row in rows}
