@@ -39,7 +39,8 @@ def read_yaml(
             f'{what} {str(path)!r:.200} cannot be read: {error.strerror}'
         ) from error
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f'{path} is not valid YAML: {error}') from error
+        reason = ' '.join(str(error).split())
+        raise ConfigError(f'{path} is not valid YAML: {reason:.400}') from error
     if not isinstance(record, dict):
         raise ConfigError(
             f'{path} holds {type(record).__name__}; give a mapping of names to values'
@@ -63,7 +64,7 @@ def override(base: T, record: Mapping[str, Any], where: str = '') -> T:
     for name, value in record.items():
         path = f'{where}{name}'
         if name not in known:
-            raise ConfigError(f'{path} is no setting; known: {", ".join(sorted(known))}')
+            raise ConfigError(f'{path:.80} is no setting; known: {", ".join(sorted(known))}')
         old = getattr(base, name)
         if is_dataclass(old):
             if not isinstance(value, Mapping):

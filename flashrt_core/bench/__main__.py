@@ -9,7 +9,8 @@ import pkgutil
 import sys
 
 import flashrt_core.bench
-from flashrt_core.errors import FlashrtError
+from flashrt_core.command_line import make_folder
+from flashrt_core.command_line import run
 
 
 def names() -> list[str]:
@@ -32,12 +33,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name == chosen:
             importlib.import_module(f'flashrt_core.bench.{name}').add_arguments(command)
     arguments = parser.parse_args(argv)
-    bench = importlib.import_module(f'flashrt_core.bench.{arguments.name}')
-    try:
-        report = bench.run(arguments)
-    except FlashrtError as error:
-        print(f'{arguments.name}: {error} [{error.code}]', file=sys.stderr)
-        return 1
+    return run(arguments.name, lambda: _measure(arguments, argv), refused=1)
+
+
+def _measure(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
+    make_folder(arguments.out, 'directory of the JSON file')  # told before the work
+    report = importlib.import_module(f'flashrt_core.bench.{arguments.name}').run(arguments)
     print(report.table())
     stamp = report.date.replace(':', '').replace('+0000', 'Z')
     path = arguments.out / f'{arguments.name}-{stamp}.json'

@@ -7,15 +7,18 @@ import argparse
 from flashrt_core.bench._report import Report
 from flashrt_core.bench.tick import add_rig_arguments
 from flashrt_core.bench.tick import run_over_ros
+from flashrt_core.command_line import number
+from flashrt_core.command_line import whole_number
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument('--seconds', type=float, default=60.0,
+    parser.add_argument('--seconds', type=number(0, above=True), default=60.0,
                         help='of both together (default 60)')
-    parser.add_argument('--solo-seconds', type=float, default=30.0,
+    parser.add_argument('--solo-seconds', type=number(0, above=True), default=30.0,
                         help='of each alone (default 30)')
-    parser.add_argument('--interrupts', type=int, default=200, help='at random moments')
+    parser.add_argument('--interrupts', type=whole_number(1), default=200,
+                        help='at random moments')
     parser.add_argument('--planner', default='qwen3_5')
     parser.add_argument('--planner-config', default='planner_bytes/planner.yaml',
                         help='named size, or a YAML file')

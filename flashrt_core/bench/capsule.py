@@ -20,6 +20,7 @@ from flashrt_core.capsule import CapsuleStore
 from flashrt_core.capsule import files
 from flashrt_core.capsule import Identity
 from flashrt_core.capsule.hashing import WORKERS
+from flashrt_core.command_line import whole_number
 from flashrt_core.runtime import Backend
 from flashrt_core.runtime import BufferSet
 from flashrt_core.runtime import BufferSpec
@@ -40,11 +41,11 @@ STATISTICS = ('allocation.all.allocated', 'allocation.all.freed', 'num_device_al
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument('--device', choices=('auto', 'cpu', 'cuda'), default='auto')
-    parser.add_argument('--sizes-mb', type=int, nargs='+', default=[16, 300, 1300],
+    parser.add_argument('--sizes-mb', type=whole_number(1), nargs='+', default=[16, 300, 1300],
                         help='boundaries (default 16 300 1300)')
-    parser.add_argument('--runs', type=int, default=500,
+    parser.add_argument('--runs', type=whole_number(1), default=500,
                         help='of each verb at 16 MB, fewer for larger ones (default 500)')
-    parser.add_argument('--cycles', type=int, default=10_000,
+    parser.add_argument('--cycles', type=whole_number(1), default=10_000,
                         help='mixed snapshot, restore, drop at 95 %% of the budget')
     parser.add_argument('--disk', type=Path, default=None,
                         help='directory on the disk to measure (default: a temporary one)')

@@ -30,6 +30,7 @@ from flashrt_core.bench._report import percentiles
 from flashrt_core.bench._report import Report
 from flashrt_core.bench.vla import Ceilings
 from flashrt_core.bench.vla import measure_ceilings
+from flashrt_core.command_line import whole_number
 from flashrt_core.errors import ConfigError
 from flashrt_core.kernels import _triton
 from flashrt_core.kernels import decode_attention
@@ -83,13 +84,13 @@ TILES: dict[str, tuple[Sweep, ModuleType]] = {  # what a sweep tries
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument('--config', default='27b', help='name or file (default: %(default)s)')
-    parser.add_argument('--rows', type=int, nargs='+', default=[1, 5, 16])
-    parser.add_argument('--lengths', type=int, nargs='+', default=[2048, 16384])
-    parser.add_argument('--tokens', type=int, default=2048, help='of a prefill chunk')
+    parser.add_argument('--rows', type=whole_number(1), nargs='+', default=[1, 5, 16])
+    parser.add_argument('--lengths', type=whole_number(1), nargs='+', default=[2048, 16384])
+    parser.add_argument('--tokens', type=whole_number(1), default=2048, help='of a prefill chunk')
     parser.add_argument('--precisions', nargs='+', default=list(PRECISIONS), choices=PRECISIONS,
                         help='of the products (default: all that the GPU has)')
     parser.add_argument('--only', default='', help='cases whose name contains this')
-    parser.add_argument('--repeats', type=int, default=30)
+    parser.add_argument('--repeats', type=whole_number(1), default=30)
     parser.add_argument('--sweep', action='store_true', help='try other tiles, too')
 
 

@@ -20,6 +20,7 @@ from flashrt_core.bench._llm_setup import OTHERS
 from flashrt_core.bench._llm_setup import Rig
 from flashrt_core.bench._llm_work import measure
 from flashrt_core.bench._report import Report
+from flashrt_core.command_line import number
 from flashrt_core.errors import ConfigError
 from flashrt_core.kernels import _triton
 from flashrt_core.planners.qwen3_5.config import PRECISIONS
@@ -63,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help='tokens drafted a step (default 1 2 3 4)')
     parser.add_argument('--disk', type=Path, default=None,
                         help='directory on the disk to measure (default: a temporary one)')
-    parser.add_argument('--limit-s', type=float, default=float('inf'),
+    parser.add_argument('--limit-s', type=number(0), default=float('inf'),
                         help='what has not begun by then is listed as not run')
 
 
@@ -110,6 +111,8 @@ def check(arguments: argparse.Namespace) -> None:
     for name, least in (('lengths', 2), ('contexts', 1), ('drafts', 1)):
         if any(value < least for value in getattr(arguments, name)):
             raise ConfigError(f'{name} are {getattr(arguments, name)}; give at least {least} each')
+    if arguments.disk is not None and not arguments.disk.is_dir():
+        raise ConfigError(f'disk is {arguments.disk}; give a directory that exists')
     arguments.lengths = sorted(set(arguments.lengths))
 
 

@@ -7,11 +7,13 @@ import argparse
 from flashrt_core.bench._report import Report
 from flashrt_core.bench.tick import add_rig_arguments
 from flashrt_core.bench.tick import run_over_ros
+from flashrt_core.command_line import whole_number
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument('--count', type=int, default=1000, help='of resets (default 1000)')
+    parser.add_argument('--count', type=whole_number(1), default=1000,
+                        help='of resets (default 1000)')
     add_rig_arguments(parser)
 
 

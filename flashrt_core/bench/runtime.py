@@ -11,6 +11,7 @@ import torch
 
 from flashrt_core.bench._report import percentiles
 from flashrt_core.bench._report import Report
+from flashrt_core.command_line import whole_number
 from flashrt_core.kernels import _triton
 from flashrt_core.kernels.copy import CopyTable
 from flashrt_core.kernels.copy import PIECE
@@ -32,8 +33,9 @@ MIB = 1 << 20
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument('--device', choices=('auto', 'cpu', 'cuda'), default='auto')
-    parser.add_argument('--runs', type=int, default=1000, help='of each call (default 1000)')
-    parser.add_argument('--copy-mib', type=int, nargs='+', default=[1, 16, 300],
+    parser.add_argument('--runs', type=whole_number(1), default=1000,
+                        help='of each call (default 1000)')
+    parser.add_argument('--copy-mib', type=whole_number(1), nargs='+', default=[1, 16, 300],
                         help='sizes for copy and digest, MiB')
 
 

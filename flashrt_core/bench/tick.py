@@ -6,11 +6,14 @@ import argparse
 import importlib
 
 from flashrt_core.bench._report import Report
+from flashrt_core.command_line import number
+from flashrt_core.command_line import whole_number
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument('--seconds', type=float, default=60.0, help='to measure (default 60)')
+    parser.add_argument('--seconds', type=number(0, above=True), default=60.0,
+                        help='to measure (default 60)')
     parser.add_argument('--output-mode', choices=('chunk', 'stream'), default='chunk',
                         help='a trajectory per tick, or a point per step (default chunk)')
     add_rig_arguments(parser)
@@ -24,9 +27,10 @@ def add_rig_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--robot', choices=('cameras', 'tabletop'), default='cameras',
                         help='noise for every view of the policy and an arm that rests, or the '
                         'built-in robot, which moves (default cameras)')
-    parser.add_argument('--camera-hz', type=float, default=30.0)
-    parser.add_argument('--tick-period-steps', type=int, default=1)
-    parser.add_argument('--fifo-priority', type=int, default=40, help='0: do not ask for it')
+    parser.add_argument('--camera-hz', type=number(0, above=True), default=30.0)
+    parser.add_argument('--tick-period-steps', type=whole_number(1), default=1)
+    parser.add_argument('--fifo-priority', type=whole_number(0), default=40,
+                        help='0: do not ask for it')
 
 
 def run(arguments: argparse.Namespace) -> Report:

@@ -24,6 +24,7 @@ from flashrt_core.bench._vla_precision import in_precision
 from flashrt_core.bench._vla_precision import make_scales
 from flashrt_core.bench._vla_state import state_rows
 from flashrt_core.bench._vla_state import with_branches
+from flashrt_core.command_line import whole_number
 from flashrt_core.kernels import _triton
 from flashrt_core.nn import fp8
 from flashrt_core.policies import TickInput
@@ -65,9 +66,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument('--device', choices=('auto', 'cpu', 'cuda'), default='auto')
     parser.add_argument('--config', default='pi0', help='name or file (default: %(default)s)')
-    parser.add_argument('--views', type=int, nargs='+', default=[1, 2, 3])
-    parser.add_argument('--repeats', type=int, default=500, help='ticks (default 500)')
-    parser.add_argument('--prompt', type=int, default=0,
+    parser.add_argument('--views', type=whole_number(1), nargs='+', default=[1, 2, 3])
+    parser.add_argument('--repeats', type=whole_number(1), default=500,
+                        help='ticks (default 500)')
+    parser.add_argument('--prompt', type=whole_number(0), default=0,
                         help='language tokens in all (default 48; of Pi0.5, with its state, 200)')
     parser.add_argument('--precision', choices=('bf16', 'fp8'), nargs='+', default=[''],
                         help="rows for each (default: the config's own)")

@@ -15,8 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashrt_core.checkpoints import pi0_statistics
+from flashrt_core.command_line import check_output
+from flashrt_core.command_line import run
+from flashrt_core.command_line import whole_number
 from flashrt_core.errors import ConfigError
-from flashrt_core.errors import FlashrtError
+from flashrt_core.policies.calibration import FEWEST
 from flashrt_core.policies.calibration import read_frames
 from flashrt_core.policies.calibration import save_scales
 from flashrt_core.policies.pi0.calibration import calibrate
@@ -84,13 +87,18 @@ def _read_states(c: Pi0Config, path: str | Path, count: int) -> NDArray[np.float
         return np.tile(mean, (count, 1))
     try:
         states = np.load(path, allow_pickle=False)
+        if not isinstance(states, np.ndarray):
+            raise ValueError('it holds several arrays')
     except (OSError, ValueError) as error:
         raise ConfigError(f'states {path} cannot be read as .npy: {error}') from error
+    if states.dtype.kind not in 'fiu':
+        raise ConfigError(f'states {path} are {states.dtype}; give real numbers')
     if states.shape != (count, c.state_dim):
         raise ConfigError(
             f'states {path} are {list(states.shape)}; give a row of {c.state_dim} for each of '
             f'{count} frames')
-    return states.astype(np.float32)
+    with np.errstate(over='ignore'):  # infinity is refused later, as every state of its kind
+        return states.astype(np.float32)
 
 
 def _prompt(c: Pi0Config, text: str) -> tuple[int, ...]:
@@ -111,22 +119,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument('--config', required=True, help='of the policy, name or file')
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument('--frames', metavar='FOLDER', help='pictures in a folder a view')
-    source.add_argument('--tabletop', type=int, metavar='N', help='tables of the built-in robot')
+    source.add_argument('--tabletop', type=whole_number(FEWEST), metavar='N',
+                        help='tables of the built-in robot')
     parser.add_argument('--states', default='', help='.npy of joints, a row a frame')
     parser.add_argument('--prompt', default='', help='the task that the frames show')
     parser.add_argument('--device', choices=('auto', 'cpu', 'cuda'), default='auto')
     parser.add_argument('--out', required=True, help='file of scales to write')
     o = parser.parse_args(argv)
-    try:
-        c = load_config(o.config)
-        found = (from_tabletop(c, o.tabletop) if o.tabletop is not None
-                 else from_folder(c, o.frames, o.states, o.prompt))
-        scales = calibrate(pick_backend(o.device), c, found,
-                           lambda count: print(f'frame {count} of {len(found)}', flush=True))
-        save_scales(scales, o.out)
-    except FlashrtError as error:
-        print(f'calibrate: {error.code}: {error}', file=sys.stderr)
-        return 2
+    return run('calibrate', lambda: _make(o))
+
+
+def _make(o: argparse.Namespace) -> int:
+    check_output(Path(o.out), 'scales')
+    if o.tabletop is not None and (o.states or o.prompt):
+        raise ConfigError('states and prompt go with --frames; the tables have their own')
+    c = load_config(o.config)
+    found = (from_tabletop(c, o.tabletop) if o.tabletop is not None
+             else from_folder(c, o.frames, o.states, o.prompt))
+    scales = calibrate(pick_backend(o.device), c, found,
+                       lambda count: print(f'frame {count} of {len(found)}', flush=True))
+    save_scales(scales, o.out)
     print(f'{o.out}: {len(scales.largest)} scales from {scales.frames} sets of frames')
     return 0
 

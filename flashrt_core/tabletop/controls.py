@@ -9,9 +9,7 @@ speculation. Equal is an allowed result. Two rates differ only where their inter
 import argparse
 from collections.abc import Callable
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 import json
-import multiprocessing
 import os
 from pathlib import Path
 import sys
@@ -20,20 +18,23 @@ import time
 import numpy as np
 
 from flashrt_core.bench import percentiles
-from flashrt_core.errors import FlashrtError
+from flashrt_core.command_line import check_output
+from flashrt_core.command_line import run
+from flashrt_core.command_line import whole_number
 from flashrt_core.policies.pi0.session import reset_state
 from flashrt_core.tabletop.driver import Driver
 from flashrt_core.tabletop.driver import one_thread
 from flashrt_core.tabletop.evaluate import attempts
-from flashrt_core.tabletop.evaluate import config_of
 from flashrt_core.tabletop.evaluate import forbid_expert
 from flashrt_core.tabletop.evaluate import LONGEST
 from flashrt_core.tabletop.evaluate import table
 from flashrt_core.tabletop.instructions import draw_example
+from flashrt_core.tabletop.models import config_of
 from flashrt_core.tabletop.plan_writer import PlanWriter
 from flashrt_core.tabletop.subgoals import REPLAN
 from flashrt_core.tabletop.tasks import goal_reached
 from flashrt_core.tabletop.training import Score
+from flashrt_core.tabletop.workers import pool
 
 RETRIES = ('left alone', 'told anew', 'rolled back')
 SEED = 20_261_201
@@ -87,9 +88,8 @@ def _retry(task: tuple[int, str]) -> int | None:
 def retries(policy: Path, count: int, workers: int) -> list[Row]:
     """Compare what is done about a slip."""
     tasks = [(number, how) for how in RETRIES for number in range(count)]
-    context = multiprocessing.get_context('spawn')
-    with ProcessPoolExecutor(workers, context, _bind, (policy,)) as pool:
-        results = list(pool.map(_retry, tasks))
+    with pool(workers, _bind, policy) as processes:
+        results = list(processes.map(_retry, tasks))
     rows = []
     for at, how in enumerate(RETRIES):
         some = results[at * count : (at + 1) * count]
@@ -208,28 +208,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser('controls', description=__doc__)
     parser.add_argument('--policy', type=Path, help='config or its folder; the shipped one')
     parser.add_argument('--planner', type=Path, help='likewise')
-    parser.add_argument('--count', type=int, default=200, help='tries of each')
+    parser.add_argument('--count', type=whole_number(1), default=200,
+                        help='tries of each')
     parser.add_argument('--device', default='auto', choices=('auto', 'cpu', 'cuda'))
-    parser.add_argument('--workers', type=int, default=os.cpu_count() or 1, help='processes')
+    parser.add_argument('--workers', type=whole_number(1), default=os.cpu_count() or 1,
+                        help='processes')
     parser.add_argument('--json', type=Path, help='file for the rows')
     o = parser.parse_args(argv)
-    try:
-        forbid_expert()
-        policy, planner = config_of(o.policy, 'policy'), config_of(o.planner, 'planner')
-        rows: list[Row] = []
-        for part in (lambda: retries(policy, o.count, o.workers),
-                     lambda: candidates(policy, o.count, o.workers),
-                     lambda: resets(policy, o.count, o.device),
-                     lambda: first_tokens(planner, o.count, o.device),
-                     lambda: speculation(planner, o.count, o.device)):
-            for row in part():
-                rows.append(row)
-                print('  '.join(f'{name} {value}' for name, value in row.items()), flush=True)
+    return run('controls', lambda: _compare(o))
+
+
+def _compare(o: argparse.Namespace) -> int:
+    if o.json is not None:
+        check_output(o.json, 'rows')
+    policy, planner = config_of(o.policy, 'policy'), config_of(o.planner, 'planner')
+    forbid_expert()
+    Driver(policy, o.device, best_of=CANDIDATES).close()  # what is wrong is told before the work
+    PlanWriter(planner, o.device).close()
+    rows: list[Row] = []
+    for part in (lambda: retries(policy, o.count, o.workers),
+                 lambda: candidates(policy, o.count, o.workers),
+                 lambda: resets(policy, o.count, o.device),
+                 lambda: first_tokens(planner, o.count, o.device),
+                 lambda: speculation(planner, o.count, o.device)):
+        for row in part():
+            rows.append(row)
+            print('  '.join(f'{name} {value}' for name, value in row.items()), flush=True)
         if o.json is not None:
             o.json.write_text(json.dumps(rows, indent=1) + '\n')
-    except FlashrtError as error:
-        print(f'error [{error.code}]: {error}', file=sys.stderr)
-        return 2
     return 0
 
 

@@ -1,7 +1,6 @@
 """Episodes that the policy drives and the expert labels (DAgger), in processes of their own."""
 
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from flashrt_core.tabletop.dataset import episode
@@ -9,23 +8,18 @@ from flashrt_core.tabletop.dataset import join
 from flashrt_core.tabletop.dataset import Samples
 from flashrt_core.tabletop.driver import Driver
 from flashrt_core.tabletop.driver import one_thread
+from flashrt_core.tabletop.workers import pool
 
 _driver: Driver | None = None
 
 
 def roll_out(config: Path, first: int, episodes: int, workers: int,
              done: Callable[[int], None]) -> Samples:
-    """Record ``episodes`` from seed ``first`` on, on the CPU, one policy a process.
-
-    Processes are started afresh: a forked one would inherit the parent's lanes and devices.
-    """
-    import multiprocessing
-
-    context = multiprocessing.get_context('spawn')
+    """Record ``episodes`` from seed ``first`` on, on the CPU, one policy a process."""
     parts = []
-    with ProcessPoolExecutor(workers, context, _bind, (config,)) as pool:
+    with pool(workers, _bind, config) as processes:
         seeds = range(first, first + episodes)
-        for count, part in enumerate(pool.map(_episode, seeds), start=1):
+        for count, part in enumerate(processes.map(_episode, seeds), start=1):
             parts.append(part)
             done(count)
     return join(parts)

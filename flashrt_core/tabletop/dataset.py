@@ -8,10 +8,8 @@ their own, so that states somebody else went to (perturbed, or the policy itself
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-import multiprocessing
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +37,7 @@ from flashrt_core.tabletop.subgoals import settled
 from flashrt_core.tabletop.subgoals import SLOTS
 from flashrt_core.tabletop.tasks import Goal
 from flashrt_core.tabletop.tasks import goal_reached
+from flashrt_core.tabletop.workers import pool
 from flashrt_core.tabletop.world import World
 
 HORIZON = 16      # steps of a label
@@ -54,7 +53,6 @@ CROWDED_SHARE = 0.3  # of the goals to put a block find another one in the zone 
 Act = Callable[[WorldState, Goal | None], NDArray[np.float64]]
 
 # A forked process would inherit locks that torch's and the lanes' threads hold at that moment.
-_CONTEXT = multiprocessing.get_context('spawn')
 
 
 @dataclass(frozen=True)
@@ -224,9 +222,9 @@ def join(parts: Iterable[Samples]) -> Samples:
 def generate(first: int, episodes: int, workers: int, done: Callable[[int], None]) -> Samples:
     """Record ``episodes`` of the expert from seed ``first`` on, in processes of their own."""
     parts = []
-    with ProcessPoolExecutor(workers, _CONTEXT) as pool:
+    with pool(workers) as processes:
         seeds = range(first, first + episodes)
-        for count, part in enumerate(pool.map(episode, seeds, chunksize=4), start=1):
+        for count, part in enumerate(processes.map(episode, seeds, chunksize=4), start=1):
             parts.append(part)
             done(count)
     return join(parts)
@@ -246,9 +244,9 @@ def frames_in_parallel(states: NDArray[np.float64], size: int, workers: int,
                        done: Callable[[int], None]) -> Iterator[NDArray[np.uint8]]:
     """Give the frames of ``states`` piece by piece, in order."""
     pieces = [states[at : at + 256] for at in range(0, len(states), 256)]
-    with ProcessPoolExecutor(workers, _CONTEXT) as pool:
+    with pool(workers) as processes:
         count = 0
-        for frames in pool.map(partial(draw_frames, size=size), pieces):
+        for frames in processes.map(partial(draw_frames, size=size), pieces):
             count += len(frames)
             done(count)
             yield frames

@@ -13,18 +13,18 @@ the planner gets is an oracle's: it is written from the table's true state.
 import argparse
 from collections.abc import Iterator
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 import json
-import multiprocessing
 import os
 from pathlib import Path
 import sys
 
 import numpy as np
 
+from flashrt_core.command_line import check_output
+from flashrt_core.command_line import run
+from flashrt_core.command_line import whole_number
 from flashrt_core.errors import ConfigError
-from flashrt_core.errors import FlashrtError
 from flashrt_core.errors import ParameterInvalid
 from flashrt_core.tabletop.driver import Driver
 from flashrt_core.tabletop.driver import one_thread
@@ -32,7 +32,7 @@ from flashrt_core.tabletop.instructions import describe
 from flashrt_core.tabletop.instructions import draw_task
 from flashrt_core.tabletop.instructions import Example
 from flashrt_core.tabletop.instructions import parse_plan
-from flashrt_core.tabletop.models import needed
+from flashrt_core.tabletop.models import config_of
 from flashrt_core.tabletop.plan_writer import PlanWriter
 from flashrt_core.tabletop.subgoals import draw_goal
 from flashrt_core.tabletop.subgoals import in_held_out_spot
@@ -42,6 +42,7 @@ from flashrt_core.tabletop.tasks import Goal
 from flashrt_core.tabletop.tasks import goal_reached
 from flashrt_core.tabletop.tasks import task_solved
 from flashrt_core.tabletop.training import Score
+from flashrt_core.tabletop.workers import pool
 from flashrt_core.tabletop.world import World
 
 FIRST_SEED = 2**41
@@ -161,9 +162,8 @@ def _attempt(task: Task) -> bool | Episode:
 def attempts(policy: Path, planner: Path | None, tasks: Sequence[Task], workers: int,
              best_of: int = 1) -> Iterator[bool | Episode]:
     """Give the results in order; every process binds models of its own."""
-    context = multiprocessing.get_context('spawn')
-    with ProcessPoolExecutor(workers, context, _bind, (policy, planner, best_of)) as pool:
-        for count, result in enumerate(pool.map(_attempt, tasks), start=1):
+    with pool(workers, _bind, policy, planner, best_of) as processes:
+        for count, result in enumerate(processes.map(_attempt, tasks), start=1):
             if count % 100 == 0:
                 print(f'  {count}/{len(tasks)}', flush=True)
             yield result
@@ -188,40 +188,43 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument('--policy', type=Path, help='config or its folder; the shipped one')
     parser.add_argument('--planner', type=Path, help='likewise')
     parser.add_argument('--true-plans', action='store_true', help='without the planner')
-    parser.add_argument('--episodes', type=int, default=500, help='whole episodes; 0 for none')
-    parser.add_argument('--skills', type=int, default=200, help='tries of each skill; 0 for none')
-    parser.add_argument('--best-of', type=int, default=1, help='candidates of each tick')
-    parser.add_argument('--workers', type=int, default=os.cpu_count() or 1, help='processes')
+    parser.add_argument('--episodes', type=whole_number(0), default=500,
+                        help='whole episodes; 0 for none')
+    parser.add_argument('--skills', type=whole_number(0), default=200,
+                        help='tries of each skill; 0 for none')
+    parser.add_argument('--best-of', type=whole_number(1), default=1,
+                        help='candidates of each tick')
+    parser.add_argument('--workers', type=whole_number(1), default=os.cpu_count() or 1,
+                        help='processes')
     parser.add_argument('--json', type=Path, help='file for the scores')
     o = parser.parse_args(argv)
-    try:
-        forbid_expert()
-        policy = config_of(o.policy, 'policy')
-        planner = None if o.true_plans or not o.episodes else config_of(o.planner, 'planner')
-        Driver(policy, best_of=o.best_of).close()  # what is wrong with it is told once, and here
-        tasks = [(kind, number) for kind in KINDS for number in range(o.skills)]
-        tasks += [('episode', number) for number in range(o.episodes)]
-        results = list(attempts(policy, planner, tasks, o.workers, o.best_of))
-        scores = report(tasks, results)
-        for name, score in scores.items():
-            print(f'{name}: {score}')
-        missed = [number for (kind, number), result in zip(tasks, results, strict=True)
-                  if isinstance(result, Episode) and not result.solved]
-        print(f'episodes missed: {missed}', flush=True)
-        if o.json is not None:
-            o.json.write_text(json.dumps(
-                {name: vars(score) for name, score in scores.items()}, indent=1) + '\n')
-    except FlashrtError as error:
-        print(f'error [{error.code}]: {error}', file=sys.stderr)
-        return 2
+    return run('evaluate', lambda: _evaluate(o))
+
+
+def _evaluate(o: argparse.Namespace) -> int:
+    if not o.episodes + o.skills:
+        raise ConfigError('episodes and skills are 0; give one of them a number to try')
+    if o.json is not None:
+        check_output(o.json, 'scores')
+    policy = config_of(o.policy, 'policy')
+    planner = None if o.true_plans or not o.episodes else config_of(o.planner, 'planner')
+    forbid_expert()
+    Driver(policy, best_of=o.best_of).close()  # what is wrong with it is told once, and here
+    if planner is not None:
+        PlanWriter(planner).close()
+    tasks = [(kind, number) for kind in KINDS for number in range(o.skills)]
+    tasks += [('episode', number) for number in range(o.episodes)]
+    results = list(attempts(policy, planner, tasks, o.workers, o.best_of))
+    scores = report(tasks, results)
+    for name, score in scores.items():
+        print(f'{name}: {score}')
+    missed = [number for (kind, number), result in zip(tasks, results, strict=True)
+              if isinstance(result, Episode) and not result.solved]
+    print(f'episodes missed: {missed}', flush=True)
+    if o.json is not None:
+        o.json.write_text(json.dumps(
+            {name: vars(score) for name, score in scores.items()}, indent=1) + '\n')
     return 0
-
-
-def config_of(path: Path | None, name: str) -> Path:
-    """Return a config given as such or by its folder; without one that of the shipped model."""
-    if path is None:
-        return needed(name)
-    return path / f'{name}.yaml' if path.is_dir() else path
 
 
 if __name__ == '__main__':

@@ -14,9 +14,11 @@ import sys
 from typing import Any
 
 from safetensors import safe_open
+from safetensors import SafetensorError
 
+from flashrt_core.command_line import make_folder
+from flashrt_core.command_line import run
 from flashrt_core.errors import ConfigError
-from flashrt_core.errors import FlashrtError
 from flashrt_core.tabletop.instructions import HELD_OUT_CHAINS
 from flashrt_core.tabletop.instructions import HELD_OUT_PAIRS
 from flashrt_core.tabletop.models import FILES
@@ -90,8 +92,12 @@ def training_folder(folder: Path) -> Path:
 
 def _facts(name: str, folder: Path, record: Mapping[str, Any]) -> list[tuple[str, Any]]:
     weights = folder / f'{name}.safetensors'
-    with safe_open(weights, framework='numpy') as file:
-        count = sum(_size(file.get_slice(key).get_shape()) for key in file.keys())
+    try:
+        with safe_open(weights, framework='numpy') as file:
+            count = sum(_size(file.get_slice(key).get_shape()) for key in file.keys())
+    except SafetensorError as error:
+        raise ConfigError(f'{weights} is no whole checkpoint: {error}; train the {name} '
+                          'again') from error
     found: list[tuple[str, Any]] = [
         ('parameters', f'{count:,}'), ('file', f'{weights.stat().st_size:,} bytes, bf16'),
         ('steps', record['step'])]
@@ -121,7 +127,7 @@ def ship(name: str, folder: Path, scores: Mapping[str, Any], out: Path) -> int:
     if missing:
         raise ConfigError(f'{folder} lacks {", ".join(missing)}; train the {name} there')
     text = card(name, folder, scores)
-    (out / name).mkdir(parents=True, exist_ok=True)
+    make_folder(out / name, 'folder of models')
     for source in (*(folder / file for file in FILES[name]), training_folder(folder) / RECORD):
         if source.resolve() != (out / name / source.name).resolve():
             shutil.copyfile(source, out / name / source.name)
@@ -138,26 +144,46 @@ def main(argv: Sequence[str] | None = None) -> int:
                         help='files that the evaluations wrote')
     parser.add_argument('--out', type=Path, default=Path('resource/models'))
     o = parser.parse_args(argv)
-    try:
-        scores: dict[str, Any] = {}
-        for path in o.scores:
-            scores |= json.loads(path.read_text(encoding='utf-8'))
-        total = 0
-        for name in FILES:
-            if (folder := getattr(o, name)) is not None:
-                chosen = {key: value for key, value in scores.items()
-                          if key.startswith('plans') == (name == 'planner')}
-                total += ship(name, folder, chosen, o.out)
-        print(f'{total:,} bytes below {o.out}')
-        if total > LIMIT_BYTES:
-            raise ConfigError(f'that is more than the {LIMIT_BYTES:,} that the two may take')
-    except (OSError, ValueError) as error:
-        print(f'error: {error}', file=sys.stderr)
-        return 2
-    except FlashrtError as error:
-        print(f'error [{error.code}]: {error}', file=sys.stderr)
-        return 2
+    return run('model_cards', lambda: _ship_all(o))
+
+
+def _ship_all(o: argparse.Namespace) -> int:
+    folders = {name: getattr(o, name) for name in FILES if getattr(o, name) is not None}
+    if not folders:
+        raise ConfigError(f'no model is given; give {" or ".join(f"--{name}" for name in FILES)}')
+    scores = read_scores(o.scores)
+    total = 0
+    for name, folder in folders.items():
+        chosen = {key: value for key, value in scores.items()
+                  if key.startswith('plans') == (name == 'planner')}
+        total += ship(name, folder, chosen, o.out)
+    print(f'{total:,} bytes below {o.out}')
+    if total > LIMIT_BYTES:
+        raise ConfigError(f'that is more than the {LIMIT_BYTES:,} that the two may take')
     return 0
+
+
+def read_scores(paths: Sequence[Path]) -> dict[str, Any]:
+    """Return {what: {good, count}} of all files together, the last one's where two agree.
+
+    :raises ConfigError: a file that the evaluation did not write.
+    """
+    scores: dict[str, Any] = {}
+    for path in paths:
+        try:
+            found = json.loads(path.read_text(encoding='utf-8'))
+            whole = isinstance(found, dict) and all(
+                isinstance(value, dict) and value.keys() == {'good', 'count'}
+                and all(type(part) is int for part in value.values())
+                and 0 <= value['good'] <= value['count'] and value['count']
+                for value in found.values())
+            if not whole:
+                raise ValueError('it holds no {what: {good, count}}')
+        except (OSError, ValueError, RecursionError) as error:
+            raise ConfigError(f'scores {path} cannot be read: {error}; write them by the '
+                              'evaluation with --json') from error
+        scores |= found
+    return scores
 
 
 if __name__ == '__main__':

@@ -44,6 +44,22 @@ def needed(name: str) -> Path:
     return found
 
 
+def config_of(path: Path | None, name: str) -> Path:
+    """Return a config given as such or by its folder; without one that of the shipped model.
+
+    :raises ConfigError: a folder without all files of the model.
+    """
+    if path is None:
+        return needed(name)
+    if not path.is_dir():
+        return path
+    missing = [file for file in FILES[name] if not (path / file).is_file()]
+    if missing:
+        raise ConfigError(f'{path} lacks {", ".join(missing)}; give the folder of a whole {name}, '
+                          f'or train one there: {HOW[name].format(path)}')
+    return path / FILES[name][0]
+
+
 def _folders(name: str) -> list[Path]:
     folders = [Path(__file__).resolve().parents[2] / 'resource']
     for prefix in [*os.environ.get('AMENT_PREFIX_PATH', '').split(os.pathsep), sys.prefix]:

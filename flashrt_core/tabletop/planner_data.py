@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from concurrent.futures import Future
-from concurrent.futures import ProcessPoolExecutor
 import json
-import multiprocessing
 import os
 from pathlib import Path
 
@@ -20,6 +18,7 @@ from flashrt_core.tabletop.instructions import draw_example
 from flashrt_core.tabletop.instructions import Example
 from flashrt_core.tabletop.instructions import prompt
 from flashrt_core.tabletop.training import Recipe
+from flashrt_core.tabletop.workers import make_pool
 
 END = '<|endoftext|>'
 VOCAB = 384
@@ -67,8 +66,7 @@ class Batches:
 
     def __init__(self, tokenizer: Path, recipe: Recipe, done: int = 0, workers: int = 0) -> None:
         count = workers or max(1, min(8, (os.cpu_count() or 1) - 1))
-        self._pool = ProcessPoolExecutor(
-            count, multiprocessing.get_context('spawn'), _read_tokenizer, (tokenizer,))
+        self._pool = make_pool(count, _read_tokenizer, tokenizer)
         self._given = (recipe.batch, recipe.seed)
         self._next = done
         self._ready: deque[Future[NDArray[np.int64]]] = deque()

@@ -7,10 +7,8 @@ twice; it says how much it took.
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED
 from concurrent.futures import Future
-from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures import wait
 import itertools
-import multiprocessing
 from pathlib import Path
 import threading
 
@@ -20,6 +18,7 @@ from numpy.typing import NDArray
 from flashrt_core.tabletop import dataset
 from flashrt_core.tabletop.driver import Driver
 from flashrt_core.tabletop.driver import one_thread
+from flashrt_core.tabletop.workers import make_pool
 
 OWN_SEEDS = 2**30    # first seed of the episodes that the policy itself drives
 EXPERT_AMONG = 4     # once the policy drives, one episode of so many stays the expert's
@@ -38,8 +37,7 @@ class Producer:
 
     def __init__(self, workers: int, size: int) -> None:
         self._size, self._policy = size, ''
-        self._pool = ProcessPoolExecutor(
-            workers, multiprocessing.get_context('spawn'), one_thread)
+        self._pool = make_pool(workers, one_thread)
         self._ready: list[Piece] = []
         self._lock = threading.Lock()
         self._closed = False

@@ -21,7 +21,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flashrt_core.checkpoints.qwen3_5 import qwen3_5_targets
-from flashrt_core.errors import FlashrtError
+from flashrt_core.command_line import check_output
+from flashrt_core.command_line import number
+from flashrt_core.command_line import run
+from flashrt_core.command_line import whole_number
 from flashrt_core.planners.qwen3_5.config import Qwen35Config
 from flashrt_core.planners.qwen3_5.sequence import forward
 from flashrt_core.planners.qwen3_5.sequence import logits
@@ -33,12 +36,14 @@ from flashrt_core.planners.qwen3_5.weights import tensor_specs
 from flashrt_core.runtime import pick_backend
 from flashrt_core.tabletop.instructions import draw_example
 from flashrt_core.tabletop.instructions import prompt
+from flashrt_core.tabletop.models import config_of
 from flashrt_core.tabletop.plan_writer import PlanWriter
 from flashrt_core.tabletop.planner_data import Batches
 from flashrt_core.tabletop.planner_data import IGNORED
 from flashrt_core.tabletop.planner_data import LENGTH
 from flashrt_core.tabletop.planner_data import train_tokenizer
 from flashrt_core.tabletop.planner_data import VOCAB
+from flashrt_core.tabletop.training import hold_folder
 from flashrt_core.tabletop.training import Recipe
 from flashrt_core.tabletop.training import replace
 from flashrt_core.tabletop.training import save_model
@@ -106,6 +111,8 @@ def train(folder: Path, recipe: Recipe, device: torch.device, minutes: float,
         done = training.run(feed, loss, minutes, by_clock)
     training.save()
     save(folder, c, training.mean, done)
+    if training.stopped:
+        raise KeyboardInterrupt
     return done
 
 
@@ -125,7 +132,7 @@ def save(folder: Path, c: Qwen35Config, w: Mapping[str, Tensor], step: int) -> N
 def evaluate(folder: Path, count: int, held_out: bool, device: str, seed: int,
              show: int = 3) -> Score:
     """Write ``count`` plans greedily with the bound session; return how many are exact."""
-    writer = PlanWriter(folder / CONFIG, device)
+    writer = PlanWriter(config_of(folder, 'planner'), device)
     rng = np.random.default_rng([seed, 2, held_out])
     exact, shown, said = 0, 0, time.monotonic()
     try:
@@ -152,34 +159,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument('command', choices=('train', 'evaluate', 'all'))
     parser.add_argument('--out', type=Path, required=True, help='folder of the model')
     parser.add_argument('--device', default='auto', choices=('auto', 'cpu', 'cuda'))
-    parser.add_argument('--minutes', type=float, default=1e9, help='of training, at most')
-    parser.add_argument('--count', type=int, default=1000, help='instructions to evaluate')
+    parser.add_argument('--minutes', type=number(0, above=True), default=1e9,
+                        help='of training, at most')
+    parser.add_argument('--count', type=whole_number(1), default=1000,
+                        help='instructions to evaluate')
     parser.add_argument('--json', type=Path, help='file for the scores')
-    parser.add_argument('--within', type=float, default=0.0,
+    parser.add_argument('--within', type=number(0), default=0.0,
                         help='minutes for the whole training instead of --steps')
     for name, value in vars(DEFAULT).items():
         parser.add_argument(f'--{name}', type=type(value), default=value)
-    options = parser.parse_args(argv)
-    recipe = Recipe(**{name: getattr(options, name) for name in vars(DEFAULT)})
-    try:
-        if options.command != 'evaluate':
-            device = pick_backend(options.device).device
-            done = train(options.out, recipe, device, options.minutes, options.within)
-            print(f'{done} steps done; {options.out / WEIGHTS} written')
-        if options.command != 'train':
-            scores = {}
-            for held_out in (False, True):
-                print(f'{"held-out" if held_out else "seen"} compositions, seed '
-                      f'{EVALUATION_SEED}:', flush=True)
-                score = evaluate(options.out, options.count, held_out, options.device,
-                                 EVALUATION_SEED)
-                print(f'  {score}', flush=True)
-                scores[f'plans, {"held-out" if held_out else "seen"} compositions'] = vars(score)
-            if options.json is not None:
-                options.json.write_text(json.dumps(scores, indent=1) + '\n')
-    except FlashrtError as error:
-        print(f'error [{error.code}]: {error}', file=sys.stderr)
-        return 2
+    o = parser.parse_args(argv)
+    return run('train_planner', lambda: _command(o))
+
+
+def _command(o: argparse.Namespace) -> int:
+    recipe = Recipe(**{name: getattr(o, name) for name in vars(DEFAULT)})
+    device = pick_backend(o.device).device
+    if o.json is not None:
+        check_output(o.json, 'scores')
+    if o.command != 'evaluate':
+        with hold_folder(o.out):
+            done = train(o.out, recipe, device, o.minutes, o.within)
+        print(f'{done} steps done; {o.out / WEIGHTS} written')
+    if o.command == 'train':
+        return 0
+    scores = {}
+    for held_out in (False, True):
+        what = f'{"held-out" if held_out else "seen"} compositions'
+        print(f'{what}, seed {EVALUATION_SEED}:', flush=True)
+        score = evaluate(o.out, o.count, held_out, o.device, EVALUATION_SEED)
+        print(f'  {score}', flush=True)
+        scores[f'plans, {what}'] = vars(score)
+    if o.json is not None:
+        o.json.write_text(json.dumps(scores, indent=1) + '\n')
     return 0
 
 

@@ -26,8 +26,10 @@ from torch import Tensor
 import yaml
 
 from flashrt_core.checkpoints import pi0_targets
+from flashrt_core.command_line import number
+from flashrt_core.command_line import run
+from flashrt_core.command_line import whole_number
 from flashrt_core.errors import ConfigError
-from flashrt_core.errors import FlashrtError
 from flashrt_core.nn import GemmaDims
 from flashrt_core.nn import SiglipDims
 from flashrt_core.policies import make_policy
@@ -40,12 +42,14 @@ from flashrt_core.policies.pi0.weights import weight_specs
 from flashrt_core.runtime import pick_backend
 from flashrt_core.tabletop import dataset
 from flashrt_core.tabletop.dagger import roll_out
+from flashrt_core.tabletop.models import config_of
 from flashrt_core.tabletop.policy_learner import relative_actions
 from flashrt_core.tabletop.policy_learner import Shelf
 from flashrt_core.tabletop.policy_learner import Step
 from flashrt_core.tabletop.producer import OWN_SEEDS
 from flashrt_core.tabletop.producer import Piece
 from flashrt_core.tabletop.producer import Producer
+from flashrt_core.tabletop.training import hold_folder
 from flashrt_core.tabletop.training import load_weights
 from flashrt_core.tabletop.training import Recipe
 from flashrt_core.tabletop.training import RECORD
@@ -120,6 +124,8 @@ def train(folder: Path, recipe: Recipe, device: torch.device, minutes: float,
     done = training.run(step.feed, step.loss, minutes)
     training.save()
     write_model(folder, c, training.mean, done)
+    if training.stopped:
+        raise KeyboardInterrupt
     return done
 
 
@@ -153,19 +159,18 @@ def train_by_the_clock(folder: Path, recipe: Recipe, device: torch.device, minut
 
     The GPU trains while every core records episodes: the expert's first, then mostly those of the
     policy as it was last written, drawn and labelled at once (DAgger without rounds). The rate
-    falls to zero when the time is over. Steps and episodes depend on the machine; the record says
-    how many there were.
+    falls to zero when the time is over; Ctrl-C ends it early and leaves a model of what was
+    learnt. Steps and episodes depend on the machine; the record says how many there were.
 
     :param capacity: samples kept on the device, the newest.
     :param begin: folder of a model to go on from, with a rate that begins anew.
     """
     end = time.monotonic() + minutes * 60 - SPARE_S
-    folder.mkdir(parents=True, exist_ok=True)
     place = folder / TIMED
     if (place / RECORD).exists():
         raise ConfigError(f'{place} holds a training already; give another folder, and this one '
                           'with --begin to go on from it')
-    place.mkdir(exist_ok=True)
+    place.mkdir(parents=True, exist_ok=True)
     c = sizes()
     w = first_weights(c, recipe, device, {} if begin is None else weights_of(begin))
     shelf = Shelf(c, capacity, device)
@@ -198,6 +203,8 @@ def train_by_the_clock(folder: Path, recipe: Recipe, device: torch.device, minut
             print(f'samples {shelf.held} of {shelf.given}, episodes {producer.episodes}',
                   flush=True)
             training.run(step.feed, step.loss, progress=progress, until=(number + 1) / rounds)
+            if training.stopped:
+                break
             if number + 1 < rounds and (number + 1 >= 2 or begin is not None):
                 own = folder / 'own' / f'{number:03}'
                 own.mkdir(parents=True, exist_ok=True)
@@ -212,6 +219,8 @@ def train_by_the_clock(folder: Path, recipe: Recipe, device: torch.device, minut
         producer.close()
     training.save()
     write_model(folder, c, training.mean, training.done)
+    if training.stopped:
+        raise KeyboardInterrupt
     return training.done
 
 
@@ -282,41 +291,44 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser('train_policy', description=__doc__)
     parser.add_argument('command', choices=('generate', 'train', 'dagger', 'all'))
     parser.add_argument('--out', type=Path, required=True, help='folder of samples and model')
-    parser.add_argument('--episodes', type=int, default=2400, help='of the expert')
-    parser.add_argument('--own', type=int, default=400, help='episodes that the policy drives')
-    parser.add_argument('--within', type=float, default=9.3,
+    parser.add_argument('--episodes', type=whole_number(1), default=2400, help='of the expert')
+    parser.add_argument('--own', type=whole_number(1), default=400,
+                        help='episodes that the policy drives')
+    parser.add_argument('--within', type=number(0, above=True), default=9.3,
                         help='minutes for all of it: the command "all" goes by the clock')
     parser.add_argument('--begin', type=Path, help='folder of a trained model to go on from')
     parser.add_argument('--device', default='auto', choices=('auto', 'cpu', 'cuda'))
-    parser.add_argument('--workers', type=int, default=os.cpu_count(), help='processes')
-    parser.add_argument('--minutes', type=float, default=1e9, help='of a training, at most')
+    parser.add_argument('--workers', type=whole_number(1), default=os.cpu_count(),
+                        help='processes')
+    parser.add_argument('--minutes', type=number(0, above=True), default=1e9,
+                        help='of a training, at most')
     for name, value in vars(DEFAULT).items():
         parser.add_argument(f'--{name}', type=type(value), default=value)
     o = parser.parse_args(argv)
+    return run('train_policy', lambda: _command(o))
+
+
+def _command(o: argparse.Namespace) -> int:
     recipe = Recipe(**{name: getattr(o, name) for name in vars(DEFAULT)})
-    try:
-        device = pick_backend(o.device).device
+    device = pick_backend(o.device).device
+    begin = None if o.begin is None else config_of(o.begin, 'policy').parent
+    if o.command in ('train', 'dagger') and not (o.out / EXPERT).exists():
+        raise ConfigError(f'{o.out} has no samples yet; run generate first')
+    with hold_folder(o.out):
         if o.command == 'all':
             done = train_by_the_clock(
                 o.out, recipe, device, o.within, o.workers,
-                _capacity(sizes(), device, o.episodes), o.begin)
+                _capacity(sizes(), device, o.episodes), begin)
             print(f'{done} steps; {o.out / WEIGHTS} written')
-            return 0
-        if o.command == 'generate':
+        elif o.command == 'generate':
             generate(o.out, o.episodes, o.workers)
-        if not (o.out / EXPERT).exists():
-            raise ConfigError(f'{o.out} has no samples yet; run generate first')
-        second = (o.out / OWN).exists()
-        if o.command == 'train' and not second:
-            train(o.out, recipe, device, o.minutes, o.workers, 1)
-        if o.command == 'dagger':
+        elif o.command == 'dagger':
             dagger(o.out, o.own, o.workers)
-        if o.command == 'train' and second:
-            after = changed(recipe, steps=recipe.steps // 2, rate=recipe.rate / 2)
+        elif not (o.out / OWN).exists():
+            train(o.out, recipe, device, o.minutes, o.workers, 1)
+        else:
+            after = changed(recipe, steps=max(1, recipe.steps // 2), rate=recipe.rate / 2)
             train(o.out, after, device, o.minutes, o.workers, 2)
-    except FlashrtError as error:
-        print(f'error [{error.code}]: {error}', file=sys.stderr)
-        return 2
     return 0
 
 

@@ -1,8 +1,11 @@
 """What both trainings share: AdamW with warm-up and a cosine, an average, resuming, scores."""
 
 from collections.abc import Callable
+from collections.abc import Iterator
 from collections.abc import Mapping
+import contextlib
 from dataclasses import dataclass
+import fcntl
 import json
 import math
 import os
@@ -18,6 +21,8 @@ from torch import Tensor
 
 from flashrt_core.checkpoints.keymap import split_sources
 from flashrt_core.checkpoints.keymap import Target
+from flashrt_core.command_line import deferred_interrupt
+from flashrt_core.command_line import make_folder
 from flashrt_core.errors import ConfigError
 
 RECORD = 'training.json'
@@ -25,6 +30,7 @@ WEIGHT = 'weight'
 MEAN = 'mean'
 MOMENTS = ('exp_avg', 'exp_avg_sq')
 EAGER = 3  # steps before one is captured
+SAVE_S = 60.0  # of a training may be lost when it is killed
 Parts = Mapping[str, Tensor]
 
 
@@ -42,6 +48,17 @@ class Recipe:
     decay: float = 0.02
     seed: int = 1
     average: float = 0.999
+
+    def __post_init__(self) -> None:
+        for name, least in (('steps', 1), ('batch', 1), ('warmup', 1), ('seed', 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f'{name} is {getattr(self, name)}; give at least {least}')
+        if not 0 < self.rate < math.inf:
+            raise ConfigError(f'rate is {self.rate}; give a number above 0')
+        if not 0 <= self.decay < math.inf:
+            raise ConfigError(f'decay is {self.decay}; give 0 or a number above it')
+        if not 0 <= self.average < 1:
+            raise ConfigError(f'average is {self.average}; give 0 or more, and less than 1')
 
 
 @dataclass(frozen=True)
@@ -72,7 +89,7 @@ class Training:
 
     :param weights: float32 tensors, changed in place. :param record: what a resume must agree in.
     ``mean``: the running mean of the weights, by name. ``facts``: what else the record is to say;
-    the device, seconds of training and steps by themselves.
+    the device, seconds of training and steps by themselves. ``stopped``: Ctrl-C ended ``run``.
     :raises ConfigError: the folder holds a training with another record, or a damaged one.
     """
 
@@ -94,6 +111,7 @@ class Training:
         self._graph: tuple[torch.cuda.CUDAGraph, Parts] | None = None
         self._captures = self._device.type == 'cuda'
         self._eager = 0
+        self.stopped = False
         self.done = self._resume()
         for tensor in weights.values():
             tensor.requires_grad_(True)
@@ -102,16 +120,27 @@ class Training:
             progress: Callable[[], float] | None = None, until: float = 1.0) -> int:
         """Train until the recipe's end or for ``minutes``; return the steps done in all.
 
+        Ctrl-C ends it after a whole step. What was learnt is saved now and then.
+
         :param feed: brings what the step of that number reads to its place.
         :param loss: of one step: named parts, the first of them is what is lowered.
         :param progress: of the whole training, 0 to 1, instead of the recipe's steps: by a clock.
         :param until: the progress at which this call ends.
         """
-        started = shown = time.monotonic()
+        with deferred_interrupt() as interrupted:
+            self._run(feed, loss, minutes, progress, until, interrupted)
+            self.stopped = interrupted()
+        return self.done
+
+    def _run(self, feed: Callable[[int], None], loss: Callable[[], Parts], minutes: float,
+             progress: Callable[[], float] | None, until: float,
+             interrupted: Callable[[], bool]) -> None:
+        started = shown = saved = time.monotonic()
         first, steps = self.done, self.recipe.steps
         before = float(self.facts.get('seconds', 0.0))
         gone = progress or (lambda: self.done / steps)
-        while gone() < until and time.monotonic() - started < minutes * 60:
+        while (gone() < until and time.monotonic() - started < minutes * 60
+               and not interrupted()):
             feed(self.done)
             parts = self._step(loss, min(1.0, gone()))
             self.done += 1
@@ -122,8 +151,10 @@ class Training:
                 pace = (time.monotonic() - started) / (self.done - first)
                 print(f'step {self.done}  {gone():.1%}  {told}  {pace * 1e3:.1f} ms/step'
                       f'{"  captured" if self._graph else ""}', flush=True)
-        self.facts['seconds'] = round(before + time.monotonic() - started, 1)
-        return self.done
+            self.facts['seconds'] = round(before + now - started, 1)
+            if now - saved > SAVE_S:
+                self.save()
+                saved = time.monotonic()
 
     def _step(self, loss: Callable[[], Parts], progress: float) -> Parts:
         recipe = self.recipe
@@ -187,7 +218,7 @@ class Training:
                              for n, w in self.weights.items() if w in self._optimizer.state}
         for kind, tensors in parts.items():
             stored = {n: t.cpu().contiguous() for n, t in tensors.items()}
-            save_file(stored, self.folder / _file(kind, self.done))
+            _store(stored, self.folder / _file(kind, self.done))
         record = {**self.record, 'facts': self.facts, 'step': self.done}
         text = json.dumps(record, indent=1) + '\n'
         replace(self.folder / RECORD, lambda path: path.write_text(text))
@@ -207,6 +238,14 @@ class Training:
             raise ConfigError(f'{self.folder} holds a training with {held}, asked is '
                               f'{self.record}; give the same options or another folder')
         stored = {kind: _load(self.folder, kind, step) for kind in (WEIGHT, MEAN, *MOMENTS)}
+        shapes = {name: tensor.shape for name, tensor in self.weights.items()}
+        for kind, tensors in stored.items():
+            found = {name: tensor.shape for name, tensor in tensors.items()}
+            if found != (shapes if step or kind not in MOMENTS else {}):
+                raise ConfigError(
+                    f'{self.folder / _file(kind, step)} is not of this model: it holds '
+                    f'{len(found)} tensors, {len(shapes)} of other names or sizes are needed; '
+                    'bring it or start in another folder')
         with torch.no_grad():
             for name, tensor in self.weights.items():
                 tensor.copy_(stored[WEIGHT][name])
@@ -246,6 +285,8 @@ def load_record(folder: Path) -> dict[str, Any]:
         record: dict[str, Any] = json.loads(path.read_text(encoding='utf-8'))
         if type(record['step']) is not int:
             raise ValueError(f'its step is {record["step"]!r}')
+        if not isinstance(record['recipe'], dict) or not isinstance(record.get('facts', {}), dict):
+            raise ValueError('its recipe or facts are no mapping')
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f'{path} is no record of a training: {error}; train there '
                           'first') from error
@@ -268,7 +309,7 @@ def save_model(targets: list[Target], weights: Mapping[str, Tensor], path: Path,
     for target in targets:
         parts = split_sources(target, weights[target.name].detach().cpu())
         stored |= {key: part.to(torch.bfloat16) for key, part in parts.items()}
-    replace(path, lambda draft: save_file(stored, draft, dict(metadata)))
+    replace(path, lambda draft: _store(stored, draft, metadata))
 
 
 def replace(path: Path, write: Callable[[Path], object]) -> None:
@@ -276,3 +317,31 @@ def replace(path: Path, write: Callable[[Path], object]) -> None:
     draft = path.with_name(f'.{path.name}.new')
     write(draft)
     os.replace(draft, path)
+
+
+def _store(tensors: Mapping[str, Tensor], path: Path,
+           metadata: Mapping[str, str] | None = None) -> None:
+    try:
+        save_file(dict(tensors), path, None if metadata is None else dict(metadata))
+    except SafetensorError as error:
+        raise ConfigError(f'{path} cannot be written: {error}; check the folder and the free '
+                          'space') from error
+
+
+@contextlib.contextmanager
+def hold_folder(folder: Path) -> Iterator[None]:
+    """Make a folder and keep other processes from training in it meanwhile.
+
+    :raises ConfigError: it cannot be made, or another process trains there.
+    """
+    make_folder(folder, 'folder of a training')
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(f'{folder} is in use by another training; wait for its end or give '
+                              'another folder') from error
+        yield
+    finally:
+        os.close(handle)

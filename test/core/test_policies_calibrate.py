@@ -77,5 +77,22 @@ def test_useless_pictures_end_the_command_with_a_word_and_no_file(
     assert main(['--config', 'tiny', '--frames', str(folder), '--prompt', 'go home', '--device',
                  'cpu', '--out', str(out)]) == 2
     told = capsys.readouterr().err
-    assert message in told and told.startswith('calibrate: config_invalid: ')
+    assert message in told and told.startswith('calibrate: ')
+    assert told.endswith('[config_invalid]\n')
     assert not out.exists()
+
+
+def test_a_place_that_takes_no_file_and_joints_that_are_no_numbers_are_told_before_the_work(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ['--config', 'tiny', '--device', 'cpu', '--tabletop', '8', '--out']
+    assert main([*command, str(tmp_path / 'none' / 'scales.json')]) == 2
+    told = capsys.readouterr()
+    assert 'scales cannot be written to' in told.err and not told.out
+    folder = pictures(tmp_path / 'frames')
+    for states in (np.full((8, 4), 'a'), np.full((8, 4), 1j)):
+        np.save(tmp_path / 'joints.npy', states)
+        with pytest.raises(ConfigError, match='give real numbers'):
+            from_folder(TINY, folder, tmp_path / 'joints.npy', 'go home')
+    np.savez(tmp_path / 'joints.npz', a=np.zeros((8, 4)))
+    with pytest.raises(ConfigError, match='it holds several arrays'):
+        from_folder(TINY, folder, tmp_path / 'joints.npz', 'go home')

@@ -69,3 +69,26 @@ def test_a_model_is_taken_over_with_a_card_of_its_record(
     assert Driver(tmp_path / 'out/policy/policy.yaml').close() is None
     scores.write_text('{}')
     assert cards(arguments) == 2 and 'no scores for policy' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('text', ['', '[1]', '{"put": 3}', '{"put": {"good": 1, "count": 0}}',
+                                  '{"put": {"good": 3, "count": 2}}'])
+def test_scores_that_no_evaluation_wrote_are_refused(
+        models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
+    (tmp_path / 'scores.json').write_text(text)
+    assert cards(['--policy', str(models / 'policy'), '--scores', str(tmp_path / 'scores.json'),
+                  '--out', str(tmp_path / 'out')]) == 2
+    told = capsys.readouterr().err
+    assert 'write them by the evaluation' in told and len(told.splitlines()) == 1
+    assert not (tmp_path / 'out').exists()
+
+
+def test_half_a_model_is_told_before_the_work(
+        models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / 'policy.yaml').write_text('policy: pi0\n')
+    assert controls.main(['--policy', str(tmp_path), '--planner', str(models / 'planner'),
+                          '--count', '1', '--device', 'cpu']) == 2
+    assert 'lacks policy.safetensors' in capsys.readouterr().err
+    assert controls.main(['--policy', str(models / 'policy'), '--planner', str(models / 'planner'),
+                          '--json', str(tmp_path / 'none/rows.json')]) == 2
+    assert 'rows cannot be written to' in capsys.readouterr().err

@@ -5,11 +5,13 @@ from itertools import chain
 from itertools import repeat
 import json
 from pathlib import Path
+import signal
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from safetensors.torch import load_file
+from safetensors.torch import save_file
 import torch
 
 from flashrt_core.errors import ConfigError
@@ -113,3 +115,75 @@ def test_the_interval_is_wilsons() -> None:
     low, high = Score(995, 1000).interval
     assert low == pytest.approx(0.98835, abs=1e-5) and high == pytest.approx(0.99786, abs=1e-5)
     assert Score(0, 10).interval[0] == pytest.approx(0.0, abs=1e-12)
+
+
+@pytest.mark.parametrize('option, value', [
+    ('steps', '0'), ('batch', '-1'), ('warmup', '0'), ('rate', 'nan'), ('decay', '-1'),
+    ('average', '1'), ('seed', '-1')])
+def test_a_recipe_that_cannot_be_followed_is_refused_and_makes_nothing(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, value: str) -> None:
+    assert main(['train', '--out', str(tmp_path / 'new'), f'--{option}', value, '--device',
+                 'cpu']) == 2
+    told = capsys.readouterr().err
+    assert option in told and 'give' in told and len(told.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_interrupted_training_keeps_what_it_learnt_and_goes_on_to_the_same_weights(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str]) -> None:
+    def command(name: str) -> int:
+        return main(['train', '--out', str(tmp_path / name), '--steps', '4', '--batch', '3',
+                     '--warmup', '2', '--device', 'cpu'])
+
+    assert command('whole') == 0
+    take = planner_data.Batches.take
+
+    def interrupted(source: Batches) -> np.ndarray:
+        signal.raise_signal(signal.SIGINT)
+        return take(source)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(planner_data.Batches, 'take', interrupted)
+        assert command('halves') == 130
+    assert capsys.readouterr().err == 'train_planner: stopped\n'
+    assert json.loads((tmp_path / 'halves/training.json').read_text())['step'] == 1
+    assert (tmp_path / 'halves' / train_planner.WEIGHTS).is_file()
+    assert command('halves') == 0
+    whole, resumed = (load_weights(tmp_path / name) for name in ('whole', 'halves'))
+    assert all(torch.equal(whole[key], resumed[key]) for key in whole)
+
+
+def test_what_was_learnt_is_saved_now_and_then(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, 'SAVE_S', 0.0)
+    taken = []
+    take = planner_data.Batches.take
+
+    def killed(source: Batches) -> np.ndarray:
+        taken.append(take(source))
+        if len(taken) == 3:
+            raise MemoryError
+        return taken[-1]
+
+    monkeypatch.setattr(planner_data.Batches, 'take', killed)
+    with pytest.raises(MemoryError):
+        train(tmp_path, Recipe(steps=4, batch=3), CPU, 10)
+    assert training.load_record(tmp_path)['step'] == 2
+
+
+def test_a_folder_serves_one_training_at_a_time(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with training.hold_folder(tmp_path):
+        code = main(['train', '--out', str(tmp_path), '--device', 'cpu'])
+    assert code == 2 and 'is in use by another training' in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_weights_of_another_model_are_refused_by_name(tmp_path: Path) -> None:
+    recipe = Recipe(steps=2, batch=2)
+    train(tmp_path, recipe, CPU, 10)
+    stored = load_file(tmp_path / 'mean-0000002.safetensors')
+    save_file({'other': next(iter(stored.values()))}, tmp_path / 'mean-0000002.safetensors')
+    with pytest.raises(ConfigError, match=r'mean-0000002\.safetensors is not of this model'):
+        train(tmp_path, recipe, CPU, 10)

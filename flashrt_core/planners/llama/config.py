@@ -8,6 +8,7 @@ from dataclasses import fields
 from dataclasses import replace
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +148,7 @@ def _base(name: Any) -> tuple[LlamaConfig, Settings]:
     if text == SMOLLM2 or text.endswith('.gguf'):
         with open_gguf(text) as reader:
             c = replace(gguf_config(reader), tokenizer=text)
-    elif isinstance(name, str) and (folder / 'config.json').is_file():
+    elif isinstance(name, str) and os.path.isfile(folder / 'config.json'):
         c, vocabulary = json_config(folder / 'config.json'), folder / 'tokenizer.json'
         if vocabulary.is_file():
             c = replace(c, tokenizer=str(vocabulary))

@@ -1,0 +1,44 @@
+"""Processes of a command end with it, and Ctrl-C is the command's alone."""
+from __future__ import annotations
+
+import os
+from pathlib import Path
+import signal
+import subprocess
+import sys
+import time
+
+from flashrt_core.tabletop.workers import pool
+
+PARENT = """
+import os, sys, time
+from flashrt_core.tabletop.workers import make_pool
+if __name__ == '__main__':
+    made = make_pool(1)
+    print(made.submit(os.getpid).result(), flush=True)
+    made.submit(time.sleep, 600)
+    time.sleep(600)
+"""
+
+
+def test_ctrl_c_ends_no_process_of_the_pool() -> None:
+    with pool(1) as processes:
+        first = processes.submit(os.getpid).result()
+        processes.submit(signal.raise_signal, signal.SIGINT).result()
+        assert processes.submit(os.getpid).result() == first
+
+
+def test_no_process_outlives_a_command_that_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / 'parent.py'
+    script.write_text(PARENT)
+    root = Path(__file__).resolve().parents[2]
+    parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True,
+                              env=os.environ | {'PYTHONPATH': str(root)})
+    assert parent.stdout is not None
+    worker = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 60
+    while Path(f'/proc/{worker}').exists():
+        assert time.monotonic() < deadline, f'process {worker} goes on'
+        time.sleep(0.05)
