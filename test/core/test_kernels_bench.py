@@ -2,12 +2,16 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 import torch
 
+import flashrt_core
 from flashrt_core.bench import kernels
 from flashrt_core.bench.__main__ import main
 
@@ -53,6 +57,21 @@ def test_no_launch_begins_before_its_inputs_are_made(monkeypatch: pytest.MonkeyP
     case = kernels.Case('case', 2, lambda i: noted.append(f'launch {i}'), 1)
     assert kernels.timed(case, 1) == [pytest.approx(1e3 / 20)]
     assert noted[:4] == ['wait_stream', 'launch 0', 'launch 1', 'synchronize']
+
+
+def test_no_case_reads_or_writes_beyond_its_tensors_in_tritons_interpreter() -> None:
+    triton = pytest.importorskip('triton')
+    if tuple(int(part) for part in triton.__version__.split('.')[:2]) < (3, 7):
+        pytest.skip('older interpreters fail on numpy >= 2.4')
+    child = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name('_interpret_bounds.py'))],
+        capture_output=True, text=True, timeout=300, check=False,
+        env=os.environ | {'PYTHONPATH': str(Path(flashrt_core.__path__[0]).parent)})
+    assert child.returncode == 0, child.stderr
+    for name in ('mix', 'down fp8', 'gate_up int4', 'chunk down int4', '2 layers', 'delta step',
+                 'decode attention 70 fp8 keys', 'prefill attention', 'delta chunk'):
+        assert f'\n{name}' in f'\n{child.stdout}', name
+    assert 'found outside' in child.stdout  # of a key that was not there
 
 
 @pytest.mark.gpu
