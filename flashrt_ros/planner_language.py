@@ -8,7 +8,7 @@ from typing import Any
 
 from flashrt_core.errors import ConfigError
 from flashrt_core.errors import ParameterInvalid
-from flashrt_core.planners.grammar import Grammar
+from flashrt_core.planners.grammar import compiled_grammar
 from flashrt_core.planners.options import GrammarSource
 from flashrt_core.planners.options import Options
 from flashrt_core.planners.stream import Stream
@@ -153,8 +153,8 @@ class Language:
         self.form = form
         opening = ChatMl.NO_THINKING if '<think>' in self.tokenizer.special else ''
         self._chat = ChatMl(self.tokenizer, opening) if form == 'chatml' else None
-        self._matcher_of = None if grammar.source is None else Grammar(
-            grammar.source, self.tokenizer, vocab)
+        if grammar.source is not None:
+            compiled_grammar(grammar.source, self.tokenizer, vocab)  # not in the first plan's time
 
     def context(self) -> list[int]:
         """Return the tokens that every plan begins with; none are an empty state."""
@@ -205,13 +205,11 @@ class Language:
         return Reader(self.grammar)
 
     def stream(self, session: Any, max_tokens: int, parameters: Any) -> Stream:
-        """Return the stream of one plan, constrained to the grammar."""
-        free = self._matcher_of is None
+        """Return the stream of one plan, constrained to the grammar, with speculation too."""
         options = Options(
             temperature=parameters['temperature'], seed=parameters['seed'], max_tokens=max_tokens,
-            draft_tokens=parameters['draft_tokens'] if free else 0, grammar=self.grammar.source)
-        matcher = None if self._matcher_of is None else self._matcher_of.matcher()
-        stream: Stream = session.stream(options, tokenizer=self.tokenizer, matcher=matcher)
+            draft_tokens=parameters['draft_tokens'], grammar=self.grammar.source)
+        stream: Stream = session.stream(options, tokenizer=self.tokenizer)
         return stream
 
 

@@ -46,7 +46,7 @@ SPECS = (
     ParameterSpec('max_tokens', 384, 'tokens of one plan at most', 1, 65536),
     ParameterSpec('temperature', 0.0, 'of the sampler; 0 is greedy', 0.0, 100.0),
     ParameterSpec('seed', 0, 'of the sampler', 0, (1 << 63) - 1),
-    ParameterSpec('draft_tokens', 0, 'of speculation, where grammar is none', 0, 16),
+    ParameterSpec('draft_tokens', 0, 'of speculation, if the model has an MTP head', 0, 16),
     ParameterSpec('plan_timeout_s', 60.0, 'limit of one append', 0.1, 3600.0),
     ParameterSpec('verb_timeout_s', 30.0, 'limit of one capsule verb', 0.1, 3600.0),
     ParameterSpec('device_timeout_s', 10.0, 'wait for a plan that ends to come to a boundary',

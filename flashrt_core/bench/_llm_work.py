@@ -104,7 +104,8 @@ class Sizes:
         self.conv = sum(s.row_nbytes for s in memory if s.kind is Kind.CONV)
         self.small = sum(
             _aligned(spec.row_nbytes)
-            for spec in state_specs(memory, c.width, c.vocab, c.torch_dtype) if spec.in_arena)
+            for spec in state_specs(memory, c.width, c.vocab, c.context, c.torch_dtype)
+            if spec.in_arena)
 
     def capsule(self, tokens: int) -> int:
         """Return the bytes of a capsule of so many tokens."""

@@ -78,7 +78,8 @@ class Identity:
         found = []
         for level in ('layout', 'numerics'):
             mine, theirs = getattr(self, level), getattr(other, level)
-            for key in sorted(set(mine) | set(theirs)):
+            # The config first: buffers that differ follow from it, and a message is short.
+            for key in sorted({*mine, *theirs}, key=lambda key: (key.startswith('buffer.'), key)):
                 a, b = mine.get(key, '-'), theirs.get(key, '-')
                 if a != b:
                     found.append((level, key, a, b))

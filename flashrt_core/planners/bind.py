@@ -92,7 +92,7 @@ def bind(
     memory = forward.state_specs(c)
     mtp = any(spec.name == layout.MTP_KV for spec in memory)
     model = Model(c, forward, mtp)
-    state = layout.state_specs(memory, c.width, c.vocab, c.torch_dtype)
+    state = layout.state_specs(memory, c.width, c.vocab, c.context, c.torch_dtype)
     specs = [*state, *layout.session_specs(s, c.vocab), *forward.scratch_specs(c),
              *forward.weight_specs(c)]
     buffers = BufferSet(backend, specs, name=family.name)
@@ -168,7 +168,9 @@ def capture_trunk(model: Model, s: Settings, buffers: BufferSet, lane: Lane,
             verify = ('verify', (K, greedy))
             wanted.append((('given', K, greedy), [('given', (K,)), verify]))
             if model.mtp:
-                wanted.append((('draft', K, greedy), [('draft', (K, greedy)), verify]))
+                draft = ('draft', (K, greedy))
+                wanted.append((('draft', K, greedy), [draft, verify]))
+                wanted.append((('propose', K, greedy), [draft]))
     plans: Plans = {}
     for i, (name, segments) in enumerate(wanted):
         tell('capture', i / len(wanted))

@@ -18,6 +18,7 @@ from flashrt_core.errors import ContractError
 from flashrt_core.errors import PromptTooLong
 from flashrt_core.errors import TickDropped
 from flashrt_core.planners import layout
+from flashrt_core.planners.operations import Inputs
 from flashrt_core.planners.operations import Job
 from flashrt_core.planners.operations import Operation
 from flashrt_core.planners.options import Options
@@ -116,7 +117,8 @@ class Branches:
                 )
             session.check_room(self.position, fed)
             plan = self._room.plans['branch_step' if fed else 'branch_sample', self._rows, greedy]
-            fill = partial(session.fill_sampler, options, 1, mask)
+            inputs = Inputs(options, 1, None if mask is None else mask[None])
+            fill = partial(session.fill_sampler, inputs)
             job = Job(plan, fill, partial(self._land, fed))
             return session.runner.launch(
                 'branches', [job], self._epoch, _result, self._failed)
@@ -185,6 +187,7 @@ class Branches:
         session.buffers.arena[0].copy_(own.arena[row])
         session.mirror.position = end
         session.mirror.pending = None if self.pending is None else self.pending[row]
+        session.read_followed()
         self._ended = f'branch {row} was committed'
 
     def _failed(self, error: BaseException) -> None:

@@ -23,7 +23,6 @@ from flashrt_core.planners import GrammarSource
 from flashrt_core.planners import make_planner
 from flashrt_core.planners import Options
 from flashrt_core.planners.grammar import check_grammar
-from flashrt_core.planners.grammar import Grammar
 from flashrt_core.planners.session import PlannerSession
 from flashrt_core.planners.text import ChatMl
 from flashrt_core.runtime import pick_backend
@@ -91,12 +90,9 @@ class Chat:
     def ask(self, question: str, options: Options, out: TextIO) -> Answer:
         """Append the question and write the answer to ``out`` as it comes."""
         session = self.session
-        matcher = None
-        if options.grammar is not None:
-            matcher = Grammar(options.grammar, self.tokenizer, session.vocab).matcher()
+        stream = session.stream(options)  # makes the grammar, which takes a while
         started = time.perf_counter()
         session.append(self.form.ask(question)).result()
-        stream = session.stream(options, matcher=matcher)
         parts: list[str] = []
         first_at, count = started, 0
         for token in stream:

@@ -1,12 +1,13 @@
 """Grammars: which tokens may follow, as the mask that the sampler reads.
 
-The matching is llguidance's (a parser over the bytes of all tokens). A matcher keeps the tokens it
-has followed; after a restore it is made anew from them, so a capsule carries tokens, no parser.
+The matching is llguidance's (a parser over the bytes of all tokens). The state keeps the tokens
+that a grammar has followed; after a restore its matcher is made anew from them, see ``followed``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+import copy
 import functools
 import re
 from typing import Any
@@ -61,6 +62,16 @@ class Grammar:
         return _library().LLMatcher(self._inner, self._compiled, log_level=0)
 
 
+@functools.lru_cache(maxsize=8)
+def _made(source: GrammarSource, tokenizer: Tokenizer, vocab: int) -> Grammar:
+    return Grammar(source, tokenizer, vocab)
+
+
+def compiled_grammar(source: GrammarSource, tokenizer: Tokenizer, vocab: int) -> Grammar:
+    """Return the grammar for a vocabulary, the newest are kept; raises as ``Grammar``."""
+    return _made(source, tokenizer, vocab)  # type: ignore[arg-type]
+
+
 class Matcher:
     """A grammar and the tokens followed so far (``tokens``); one thread at a time.
 
@@ -87,8 +98,8 @@ class Matcher:
 
     @property
     def must_end(self) -> bool:
-        """Whether nothing but an end token may follow."""
-        return self.may_end and bool(self._parser.is_stopped())
+        """Whether nothing but an end token may follow, or one has followed."""
+        return self._ended or (self.may_end and bool(self._parser.is_stopped()))
 
     def fill(self, mask: Tensor) -> None:
         """Write the mask of the next token into int32 ``[words]`` on the CPU.
@@ -119,22 +130,34 @@ class Matcher:
         :raises PlannerError: the grammar does not allow it here; the matcher is as it was.
         """
         tokenizer = self.grammar.tokenizer
-        ends = token in tokenizer.ends
-        if self._ended or not 0 <= token < tokenizer.vocab:
-            fits = False
-        elif ends:
-            fits = self.may_end
-        else:
-            fits = self._parser.validate_tokens([token]) == 1 and self._parser.consume_token(token)
-        if not fits:
+        if not self._take(token):
             self._fail_if_broken()
             text = tokenizer.raw_piece(token) if 0 <= token < tokenizer.vocab else b''
             raise PlannerError(
                 f'grammar {self.grammar.label} does not allow token {token} ({text!r:.40}) at '
                 f'position {self.position}; sample with its mask, or rewind to before it'
             )
-        self._ended = ends
-        self.tokens.append(token)
+
+    def masks(self, drafts: Sequence[int]) -> Tensor:
+        """Return the masks of the next tokens if ``drafts`` come, int32 ``[rows, words]``, CPU.
+
+        One row for the next token and one behind each draft, up to the first draft that the
+        grammar refuses or with which its text must end: a step that gives out no more than
+        ``rows`` tokens gives those that one token at a time gives. The matcher stays as it is.
+
+        :raises PlannerError: as ``fill``, for the next token.
+        """
+        ahead = copy.copy(self)
+        ahead.tokens, ahead._parser = [*self.tokens], self._parser.deep_copy()
+        rows = [ahead.mask()]
+        for draft in drafts:
+            if not ahead._take(draft) or ahead.must_end:
+                break
+            try:
+                rows.append(ahead.mask())
+            except PlannerError:  # a dead end: the step after this one says so
+                break
+        return torch.stack(rows)
 
     def rewind(self, count: int) -> None:
         """Return to after the first ``count`` tokens: what a restore to there needs.
@@ -150,6 +173,20 @@ class Matcher:
         self._parser, self._ended = self.grammar.parser(), False
         for token in kept:
             self.accept(token)
+
+    def _take(self, token: int) -> bool:
+        """Follow one token if it is allowed; say whether it was."""
+        tokenizer = self.grammar.tokenizer
+        if self._ended or not 0 <= token < tokenizer.vocab:
+            return False
+        if token in tokenizer.ends:
+            if not self.may_end:
+                return False
+            self._ended = True
+        elif self._parser.validate_tokens([token]) != 1 or not self._parser.consume_token(token):
+            return False
+        self.tokens.append(token)
+        return True
 
     def _fail_if_broken(self) -> None:
         if not self._parser.is_error():

@@ -89,13 +89,19 @@ def sampler(b: Views) -> tuple[Tensor, Tensor]:
     return parameters, torch.where(given, b['input.control'][layout.SEED], b['seed'])
 
 
-def choose(b: Views, logits: Tensor, counts: Tensor, position: Tensor, greedy: Any) -> Tensor:
-    """Return the token of each row of logits [M, vocab], int32 [M]."""
+def copy_mask(b: Views, rows: int) -> None:
+    """Bring the masks of the first rows to the device."""
+    b['input.mask'][:rows].copy_(b['host.mask'][:rows], non_blocking=True)
+
+
+def choose(b: Views, logits: Tensor, counts: Tensor, position: Tensor, greedy: Any,
+           first: int = 0) -> Tensor:
+    """Return the token of each row of logits [M, vocab], int32 [M]; ``first``: its mask's row."""
     parameters, seed = sampler(b)
     return sample(
         logits,
         counts=counts,
-        mask=b['input.mask'],
+        mask=b['input.mask'][first : first + len(logits)],
         parameters=parameters,
         seed=seed,
         branch=b['branch'],
@@ -111,15 +117,27 @@ def give_out(b: Views, tokens: Tensor, number: Tensor) -> None:
     b['seed'].copy_(seed)
     count_tokens(b['counts'], tokens, number)
     b['sampled'].add_(number)
+    follow(b, tokens, number)
     b['pending'].copy_(tokens.index_select(0, number[None] - 1)[0])
     report(b, number)
     out = b['host.report'][layout.REPORT_HEAD :][: len(tokens)]
     out.copy_(tokens.to(out.dtype), non_blocking=True)
 
 
+def follow(b: Views, tokens: Tensor, number: Tensor) -> None:
+    """Note tokens in the history of the step's grammar; a step without one ends that."""
+    start, none = b['input.control'][layout.HISTORY], len(b['history']) - 1
+    place = torch.arange(len(tokens), device=tokens.device)
+    noted = (place < number) & (start < none)
+    at = torch.where(noted, start + place, none)
+    b['history'].index_copy_(0, at, torch.where(noted, tokens, 0).int())
+    b['followed'][0].copy_(torch.where(start < none, start + number, 0))
+    b['followed'][1:].copy_(b['input.control'][layout.GRAMMAR :])
+
+
 def report(b: Views, given: Tensor) -> None:
     """Say how many tokens were given out and where the state is now."""
-    head = torch.stack([given, b['position'], b['pending']])
+    head = torch.stack([given, b['position'], b['pending'], b['followed'][0]])
     b['host.report'][: layout.REPORT_HEAD].copy_(head, non_blocking=True)
 
 
@@ -144,6 +162,7 @@ def chunk_body(model: Model, b: Views, key: ShapeKey) -> None:
     b['hidden'].copy_(hidden.index_select(0, length[None] - 1)[0])
     b['position'].add_(length)
     b['pending'].fill_(layout.NOTHING_PENDING)
+    b['followed'].zero_()
     report(b, torch.zeros_like(length))
 
 
@@ -152,7 +171,8 @@ def chunk_body(model: Model, b: Views, key: ShapeKey) -> None:
 
 def sample_body(model: Model, b: Views, key: ShapeKey) -> None:
     """Sample the next token from ``hidden``; key (greedy,)."""
-    copy_in(b, 'control', 'parameters', 'mask')
+    copy_in(b, 'control', 'parameters')
+    copy_mask(b, 1)
     logits = model.forward.head(model.c, b, b['hidden'][None])
     picked = choose(b, logits, b['counts'], b['position'][None], key[0])
     give_out(b, picked, torch.ones_like(b['position']))
@@ -160,7 +180,8 @@ def sample_body(model: Model, b: Views, key: ShapeKey) -> None:
 
 def step_body(model: Model, b: Views, key: ShapeKey) -> None:
     """Feed the pending token and sample the next one; key (greedy,)."""
-    copy_in(b, 'control', 'parameters', 'mask')
+    copy_in(b, 'control', 'parameters')
+    copy_mask(b, 1)
     position = b['position']
     tokens, positions = b['pending'][None].int(), position[None].clone()
     one = torch.ones_like(position)
@@ -179,11 +200,12 @@ def draft_body(model: Model, b: Views, key: ShapeKey) -> None:
 
     A draft takes the noise that its verification will take, so that drawn tokens agree more often.
     """
-    copy_in(b, 'control', 'parameters', 'mask')
+    copy_in(b, 'control', 'parameters')
+    copy_mask(b, int(key[0]))  # type: ignore[call-overload]
     token, hidden, position = b['pending'].int(), b['hidden'], b['position'] - 1
     for i in range(int(key[0])):  # type: ignore[call-overload]
         logits, hidden = model.forward.mtp_draft(model.c, b, token, hidden, position + i)
-        token = choose(b, logits[None], b['counts'], position[None] + (i + 2), key[1])[0]
+        token = choose(b, logits[None], b['counts'], position[None] + (i + 2), key[1], i)[0]
         token = token.clamp(min=0)  # nothing to choose: any token, the verification refuses it
         b['drafts'][i].copy_(token)
 
@@ -197,7 +219,8 @@ def given_body(model: Model, b: Views, key: ShapeKey) -> None:
 def verify_body(model: Model, b: Views, key: ShapeKey) -> None:
     """Feed the pending token and K drafts, keep what the sampler agrees with; key (K, greedy)."""
     K = int(key[0])  # type: ignore[call-overload]
-    copy_in(b, 'control', 'parameters', 'mask')
+    copy_in(b, 'control', 'parameters')
+    copy_mask(b, K + 1)
     position, drafts = b['position'], b['drafts'][:K]
     tokens = torch.cat([b['pending'][None].int(), drafts])  # [K + 1]
     positions = position + torch.arange(K + 1, device=position.device)
@@ -252,7 +275,8 @@ def _run_branches(
 def branch_sample_body(model: Model, b: Views, own: Views, key: ShapeKey) -> None:
     """Sample the next token of every row from its ``hidden``; key (rows, greedy)."""
     rows = int(key[0])  # type: ignore[call-overload]
-    copy_in(b, 'control', 'parameters', 'mask')
+    copy_in(b, 'control', 'parameters')
+    copy_mask(b, 1)
     logits = model.forward.head(model.c, b, own['hidden'][:rows])
     _give_rows(b, own, logits, own['position'][:rows], key)
 
@@ -260,7 +284,8 @@ def branch_sample_body(model: Model, b: Views, own: Views, key: ShapeKey) -> Non
 def branch_step_body(model: Model, b: Views, own: Views, key: ShapeKey) -> None:
     """Feed the pending token of every row and sample its next one; key (rows, greedy)."""
     rows = int(key[0])  # type: ignore[call-overload]
-    copy_in(b, 'control', 'parameters', 'mask')
+    copy_in(b, 'control', 'parameters')
+    copy_mask(b, 1)
     tokens, positions = own['pending'][:rows].int(), own['position'][:rows].clone()
     memory = Branched(model.c, b, {name: t[:rows] for name, t in own.items()}, b['position'])
     hidden = model.forward.rows(model.c, b, tokens, positions, memory)
@@ -281,7 +306,7 @@ def _give_rows(b: Views, own: Views, logits: Tensor, positions: Tensor, key: Sha
     picked = sample(
         logits,
         counts=own['counts'][:rows],
-        mask=b['input.mask'],
+        mask=b['input.mask'][0],
         parameters=parameters,
         seed=own['seed'][:rows],
         branch=own['branch'][:rows],
@@ -292,6 +317,7 @@ def _give_rows(b: Views, own: Views, logits: Tensor, positions: Tensor, key: Sha
     for row, token in enumerate(picked.split(1)):
         count_tokens(own['counts'][row], token, torch.ones_like(b['position']))
     own['sampled'][:rows].add_(1)
+    own['followed'][:rows].zero_()
     own['pending'][:rows].copy_(picked)
     own['host.tokens'][:rows].copy_(picked, non_blocking=True)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from flashrt_core.planners.followed import WORDS
 from flashrt_core.planners.options import PARAMETERS
 from flashrt_core.planners.protocol import Settings
 from flashrt_core.planners.protocol import STOP_IDS_LIMIT
@@ -28,9 +29,12 @@ NOTHING_PENDING = -1
 
 # Fields of the control vector. LATCH: take parameters and seed from the input, else keep the
 # state's. LIMIT: tokens that a step may give out. ROW, COUNT: of a branch to be committed.
-LENGTH, LATCH, SEED, LIMIT, ROW, COUNT = range(6)
+# HISTORY: where a step's tokens go in the history of its grammar, the context's size: it has none.
+# GRAMMAR: the first of the words of that grammar.
+LENGTH, LATCH, SEED, LIMIT, ROW, COUNT, HISTORY, GRAMMAR = range(8)
+CONTROL = GRAMMAR + WORDS
 # Fields of the report of a plan; REPORT_HEAD: the tokens follow.
-GIVEN, POSITION, PENDING, REPORT_HEAD = range(4)
+GIVEN, POSITION, PENDING, FOLLOWED, REPORT_HEAD = range(5)
 
 MTP_KV = 'mtp.kv'
 
@@ -44,13 +48,15 @@ def ports(context: int, vocab: int) -> tuple[PortSpec, ...]:
     )
 
 
-def state_specs(memory: Sequence[BufferSpec], width: int, vocab: int,
+def state_specs(memory: Sequence[BufferSpec], width: int, vocab: int, context: int,
                 dtype: torch.dtype) -> list[BufferSpec]:
     """Return the boundary: the family's memory, then what the shared session keeps.
 
     ``hidden``: of the last token in the state, after the final norm. ``counts``: how often each
     token was sampled, ``sampled`` how many were. ``parameters``, ``seed``, ``branch``: the
     sampler's. ``position``: tokens in the state. ``pending``: a token given out but not yet in it.
+    ``followed``: how many of the last tokens a grammar has followed, and the words of it;
+    ``history``: these tokens, and a last place that stays 0.
     """
     fields: dict[str, tuple[Kind, torch.dtype, tuple[int, ...]]] = {
         'hidden': (Kind.MTP, dtype, (width,)),
@@ -61,6 +67,8 @@ def state_specs(memory: Sequence[BufferSpec], width: int, vocab: int,
         'parameters': (Kind.META, F32, (len(PARAMETERS),)),
         'seed': (Kind.RNG, I64, ()),
         'branch': (Kind.RNG, I64, ()),
+        'followed': (Kind.META, I64, (1 + WORDS,)),
+        'history': (Kind.META, I32, (context + 1,)),
     }
     return [*memory, *(
         BufferSpec(name, Role.STATE, dtype, shape, kind=kind)
@@ -73,9 +81,9 @@ def session_specs(s: Settings, vocab: int) -> list[BufferSpec]:
     drafts = max(1, s.draft_tokens)
     inputs: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
         'tokens': (I32, (max(s.prefill_keys),)),
-        'control': (I64, (COUNT + 1,)),
+        'control': (I64, (CONTROL,)),
         'parameters': (F32, (len(PARAMETERS),)),
-        'mask': (I32, (mask_words(vocab),)),
+        'mask': (I32, (drafts + 1, mask_words(vocab))),
         'drafts': (I32, (drafts,)),
     }
     specs = [

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
+from dataclasses import field
 from functools import partial
 import threading
 from typing import Any
@@ -16,17 +17,25 @@ from typing import Protocol
 from typing import TYPE_CHECKING
 from typing import TypeVar
 
+import numpy as np
+
 from flashrt_core.errors import BranchesLive
 from flashrt_core.errors import LaneBusy
 from flashrt_core.errors import NotAtBoundary
 from flashrt_core.errors import TickDropped
+from flashrt_core.planners.followed import Followed
+from flashrt_core.planners.followed import NONE
 from flashrt_core.planners.layout import MTP_KV
 from flashrt_core.runtime import LaneFuture
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from flashrt_core.capsule import Boundary
     from flashrt_core.capsule import Mark
     from flashrt_core.capsule.marks import MarkRing
+    from flashrt_core.planners.grammar import Matcher
+    from flashrt_core.planners.options import Options
     from flashrt_core.runtime import Lane
     from flashrt_core.runtime import Plan
 
@@ -42,6 +51,7 @@ class Mirror:
 
     position: int = 0
     pending: int | None = None
+    followed: Followed = field(default_factory=Followed)
     epoch: int = 0
 
     def extents(self, kv: Sequence[str]) -> dict[str, int]:
@@ -49,6 +59,29 @@ class Mirror:
         return {
             name: max(0, self.position - 1) if name == MTP_KV else self.position for name in kv
         }
+
+
+@dataclass
+class Inputs:
+    """Of one decode step. ``masks``: int32 ``[rows, words]``, None: all open, as are rows behind.
+
+    ``limit``: tokens given out at most. ``words``: of the grammar that takes them, ``followed``.
+    """
+
+    options: Options | None
+    limit: int
+    masks: Tensor | None
+    drafts: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    words: tuple[int, ...] = NONE
+
+    def keep_to(self, matcher: Matcher) -> None:
+        """Take the masks of the drafts; give out no more tokens than there are masks.
+
+        A draft that the grammar refuses is masked where it is verified, and so not accepted.
+        """
+        self.masks = matcher.masks(self.drafts.tolist())
+        if self.drafts.size:
+            self.limit = min(self.drafts.size + 1, len(self.masks))
 
 
 @dataclass(frozen=True)
@@ -69,6 +102,7 @@ class Point:
 
     mark: Mark
     pending: int | None
+    followed: Followed
 
 
 class Tenant(Protocol):
@@ -213,12 +247,14 @@ class Runner:
 
     def take(self) -> None:
         """Keep the small state of now; lane thread."""
-        self.point = Point(self.undo.take(self.boundary), self.mirror.pending)
+        mirror = self.mirror
+        self.point = Point(self.undo.take(self.boundary), mirror.pending, mirror.followed)
 
     def go_back(self, point: Point) -> None:
         """Return to where a plan began; lane thread. KV beyond the extent is never read."""
         self.undo.write_back(point.mark)
         self.mirror.position, self.mirror.pending = point.mark.position, point.pending
+        self.mirror.followed = point.followed
 
     def new_epoch(self) -> None:
         """End what was begun before; lane thread."""

@@ -74,11 +74,6 @@ class Options:
             raise ConfigError(
                 f'stop is {list(self.stop)!r:.200}; give at most {STOPS_LIMIT} texts, none empty'
             )
-        if self.grammar is not None and self.draft_tokens:
-            raise ConfigError(
-                f'draft_tokens is {self.draft_tokens} together with a grammar, whose next mask '
-                'needs the token before it; give draft_tokens 0 or no grammar'
-            )
 
     def _check_numbers(self) -> None:
         ranges = {

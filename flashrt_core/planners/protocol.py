@@ -167,7 +167,8 @@ class Session(Protocol):
 
     def decode(
         self, options: Options | None = None, *, limit: int | None = None,
-        mask: Tensor | None = None, revocable: bool = False, epoch: int | None = None,
+        mask: Tensor | None = None, matcher: Any = None, revocable: bool = False,
+        epoch: int | None = None,
     ) -> Future[Step]:
         """Sample the next token, or several with speculation."""
         ...
@@ -177,7 +178,7 @@ class Session(Protocol):
         ...
 
     def stream(
-        self, options: Options | None = None, *, tokenizer: Any = None, matcher: Any = None
+        self, options: Options | None = None, *, tokenizer: Any = None
     ) -> Iterator[Token]:
         """Decode token by token until something ends it."""
         ...

@@ -26,6 +26,13 @@ from flashrt_core.planners.branches import Branches
 from flashrt_core.planners.branches import BranchRoom
 from flashrt_core.planners.chunks import Chunk
 from flashrt_core.planners.chunks import plan_chunks
+from flashrt_core.planners.followed import Followed
+from flashrt_core.planners.followed import NONE
+from flashrt_core.planners.followed import words_of
+from flashrt_core.planners.grammar import compiled_grammar
+from flashrt_core.planners.grammar import Grammar
+from flashrt_core.planners.grammar import Matcher
+from flashrt_core.planners.operations import Inputs
 from flashrt_core.planners.operations import Job
 from flashrt_core.planners.operations import Mirror
 from flashrt_core.planners.operations import Operation
@@ -37,7 +44,6 @@ from flashrt_core.planners.protocol import Step
 from flashrt_core.planners.sampling import check_mask
 from flashrt_core.planners.sampling import check_sampled
 from flashrt_core.planners.sampling import open_mask
-from flashrt_core.planners.stream import Matcher
 from flashrt_core.planners.stream import Stream
 from flashrt_core.planners.text import Tokenizer
 from flashrt_core.runtime import BufferSet
@@ -136,6 +142,7 @@ class PlannerSession:
         drafts: Sequence[int] = (),
         limit: int | None = None,
         mask: Tensor | None = None,
+        matcher: Matcher | None = None,
         revocable: bool = False,
         epoch: int | None = None,
     ) -> Operation[Step]:
@@ -148,11 +155,15 @@ class PlannerSession:
         :param drafts: proposals for the tokens after the pending one, in place of MTP's.
         :param limit: tokens that the step may give out at most.
         :param mask: int32 ``[words]`` on the CPU, see ``sampling.mask_words``; without drafts.
+        :param matcher: of ``follow``, in place of a mask: each token keeps to its grammar and is
+            noted as followed in the state; the caller has the matcher accept what was given out.
+            With MTP's drafts the step is two plans: the host makes their masks in between.
         :param revocable: keeps what ``keep`` needs to take some of the tokens back.
         :param epoch: of the operation that this one goes on from; its future raises TickDropped
             if a restore, rollback or reset came between.
         :raises PromptEmpty: nothing in the state. :raises PromptTooLong: the context is full.
         :raises ConfigError: more drafts than captured, or drafts without an MTP head.
+        :raises PlannerError: the matcher is not where the state is, or allows no token.
         Otherwise as ``append``; its future raises ContractError if no token can be chosen.
         """
         ids = self._check_tokens(drafts)
@@ -162,15 +173,25 @@ class PlannerSession:
             K = self._drafts_of(options, ids, limit, mask)
             greedy = options is not None and options.greedy
             fed = self.pending is not None
+            inputs = Inputs(options, K + 1, None if mask is None else mask[None], ids[:K])
+            jobs = []
+            if matcher is not None:
+                self.mirror.followed.check(matcher.grammar.source, len(matcher.tokens))
+                inputs.words = words_of(matcher.grammar.source)
+                inputs.keep_to(matcher)
+                if K and not ids.size:
+                    land = partial(self._land_drafts, inputs, matcher, K)
+                    fill = partial(self.fill_sampler, inputs)
+                    jobs.append(Job(self._plans['propose', K, greedy], fill, land))
             if K:
-                kind: tuple[Any, ...] = ('given' if ids.size else 'draft', K, greedy)
+                given = ids.size or jobs
+                kind: tuple[Any, ...] = ('given' if given else 'draft', K, greedy)
             else:
                 kind = ('step' if fed else 'sample', greedy)
-            fill = partial(self.fill_sampler, options, K + 1, mask, ids[:K], revocable)
-            job = Job(self._plans[kind], fill, partial(self._land_step, fed, K))
-            operation = self.runner.launch(
-                'decode', [job], now if epoch is None else epoch, _step)
-            self._redo = job if revocable else None
+            fill = partial(self.fill_sampler, inputs, revocable)
+            jobs.append(Job(self._plans[kind], fill, partial(self._land_step, fed, K)))
+            operation = self.runner.launch('decode', jobs, now if epoch is None else epoch, _step)
+            self._redo = jobs[-1] if revocable else None
             return operation
 
     def keep(self, count: int) -> Operation[Step]:
@@ -241,23 +262,43 @@ class PlannerSession:
         options: Options | None = None,
         *,
         tokenizer: Tokenizer | None = None,
-        matcher: Matcher | None = None,
         before: Sequence[int] = (),
     ) -> Stream:
         """Return a stream that decodes as it is asked for tokens, see ``Stream``.
 
         :param tokenizer: gives the tokens' text; None takes the session's, if it has one.
-        :param matcher: of ``options.grammar``.
         :param before: tokens of the text that this stream goes on with.
-        :raises ConfigError: stop texts without a tokenizer, a grammar without its matcher.
+        :raises ConfigError: stop texts or a grammar without a tokenizer; otherwise as ``Grammar``.
         """
         chosen = DEFAULTS if options is None else options
         tokenizer = tokenizer or self.tokenizer
         if chosen.stop and tokenizer is None:
             raise ConfigError('stop texts need a tokenizer; give one or name it in the config')
-        if (chosen.grammar is None) != (matcher is None):
-            raise ConfigError('a grammar and its matcher belong together; give both or neither')
-        return Stream(self, chosen, tokenizer, matcher, before)
+        grammar = None
+        if chosen.grammar is not None:
+            if tokenizer is None:
+                raise ConfigError('a grammar needs a tokenizer; give one or name it in the config')
+            grammar = compiled_grammar(chosen.grammar, tokenizer, self.vocab)
+        return Stream(self, chosen, tokenizer, grammar, before)
+
+    def follow(self, grammar: Grammar) -> tuple[Matcher, int]:
+        """Return a matcher that stands where the state does, and the epoch that it is of.
+
+        It has followed what the state's last tokens have of the grammar's text, nothing where they
+        were not sampled under one. Waits for the lane: not on its thread.
+
+        :raises PlannerError: the state is inside the text of another grammar.
+        """
+
+        def read() -> tuple[Followed, list[int], int, int]:
+            mirror = self.mirror
+            tokens = self.buffers['history'].row(0)[: mirror.followed.count].tolist()
+            position = mirror.position + (mirror.pending is not None)
+            return mirror.followed, tokens, position, mirror.epoch
+
+        followed, tokens, position, epoch = self.lane.call(read).result()
+        followed.check(grammar.source)
+        return grammar.matcher(tokens, position - len(tokens)), epoch
 
     def close(self) -> None:
         """Drop what runs at its segment's end and end the lane. Closing twice is allowed."""
@@ -265,21 +306,24 @@ class PlannerSession:
 
     # -- inputs and outputs: lane thread ----------------------------------------------------------
 
-    def fill_sampler(self, options: Options | None, limit: int, mask: Tensor | None,
-                     drafts: np.ndarray | None = None, undo: bool = False) -> None:
+    def fill_sampler(self, inputs: Inputs, undo: bool = False) -> None:
         """Write the inputs of one decode step; lane thread."""
-        b = self.buffers
+        b, masks = self.buffers, inputs.masks
         control = b['host.control'].tensor
-        chosen = DEFAULTS if options is None else options
-        control[layout.LATCH] = options is not None
+        chosen = DEFAULTS if inputs.options is None else inputs.options
+        control[layout.LATCH] = inputs.options is not None
         control[layout.SEED] = chosen.signed_seed
-        control[layout.LIMIT] = limit
+        control[layout.LIMIT] = inputs.limit
+        under = inputs.words != NONE
+        control[layout.HISTORY] = self.mirror.followed.count if under else self.context
+        control[layout.GRAMMAR :] = torch.tensor(inputs.words)
         b['host.parameters'].tensor.copy_(torch.tensor(chosen.parameters()))
-        if drafts is not None:
-            b['host.drafts'].tensor[: drafts.size].copy_(torch.from_numpy(drafts))
-        if mask is not None or not self._mask_is_open:
-            b['host.mask'].tensor.copy_(self._open if mask is None else mask)
-            self._mask_is_open = mask is None
+        b['host.drafts'].tensor[: inputs.drafts.size].copy_(torch.from_numpy(inputs.drafts))
+        if masks is not None or not self._mask_is_open:
+            b['host.mask'].tensor.copy_(self._open.expand_as(b['host.mask'].tensor))
+            if masks is not None:
+                b['host.mask'].tensor[: len(masks)].copy_(masks)
+            self._mask_is_open = masks is None
         if undo:
             self.runner.take()
 
@@ -303,12 +347,19 @@ class PlannerSession:
         position, pending = report[layout.POSITION], report[layout.PENDING]
         self.mirror.position = position
         self.mirror.pending = pending if pending >= 0 else None
+        words = self.buffers['host.control'].tensor[layout.GRAMMAR :].tolist()
+        self.mirror.followed = Followed.read([report[layout.FOLLOWED], *words], self.context)
         if position != expected:
             raise ContractError(
                 f'the device is at position {position}, the host expected {expected}; restore a '
                 'capsule or reset, and report it'
             )
         return report
+
+    def _land_drafts(self, inputs: Inputs, matcher: Matcher, K: int) -> None:
+        """Have the matcher judge what MTP proposes, before the rows are verified."""
+        inputs.drafts = self.buffers['drafts'].tensor[:K].cpu().numpy().copy()
+        inputs.keep_to(matcher)
 
     def _land_step(self, fed: bool, drafted: int) -> Step:
         given = int(self.buffers['host.report'].tensor[layout.GIVEN])
@@ -322,6 +373,7 @@ class PlannerSession:
         self.boundary.note_kv_rewrite(0)
         self.boundary.adopt('', True)
         self.mirror.position, self.mirror.pending = 0, None
+        self.mirror.followed = Followed()
 
     def _restored(self, info: CapsuleInfo | Mark, rows: tuple[int, ...]) -> None:
         """Follow a restore or rollback; a state under another position is refused here."""
@@ -333,7 +385,13 @@ class PlannerSession:
             )
         self.mirror.position = position
         self.mirror.pending = pending if pending >= 0 else None
+        self.read_followed()
         self._new_epoch()
+
+    def read_followed(self) -> None:
+        """Learn from the state what a grammar has followed of it; lane thread."""
+        values = self.buffers['followed'].row(0).tolist()
+        self.mirror.followed = Followed.read(values, self.context)
 
     def _new_epoch(self) -> None:
         self.runner.new_epoch()
@@ -430,6 +488,6 @@ def _appended(chunks: tuple[Chunk, ...], operation: Operation[Appended]) -> Appe
 
 
 def _step(operation: Operation[Step]) -> Step:
-    result = operation.results[-1]
-    value: Step = result.value
-    return replace(value, us=sum(result.segments_us.values()), epoch=operation.epoch)
+    value: Step = operation.results[-1].value
+    us = sum(sum(result.segments_us.values()) for result in operation.results)
+    return replace(value, us=us, epoch=operation.epoch)

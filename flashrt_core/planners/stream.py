@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence
-from typing import Protocol
 from typing import TYPE_CHECKING
-
-from torch import Tensor
 
 from flashrt_core.errors import PromptTooLong
 from flashrt_core.errors import TickDropped
@@ -19,21 +16,9 @@ from flashrt_core.planners.text import TextStream
 from flashrt_core.planners.text import Tokenizer
 
 if TYPE_CHECKING:
+    from flashrt_core.planners.grammar import Grammar
+    from flashrt_core.planners.grammar import Matcher
     from flashrt_core.planners.session import PlannerSession
-
-
-class Matcher(Protocol):
-    """A grammar on its way: the mask of the next token, and what was chosen."""
-
-    def mask(self) -> Tensor:
-        """Return which tokens may come next, int32 ``[words]`` on the CPU."""
-
-    def accept(self, token: int) -> None:
-        """Go on by a token."""
-
-    @property
-    def must_end(self) -> bool:
-        """Whether nothing but an end token may follow."""
 
 
 class Stream(Iterator[Token]):
@@ -44,6 +29,9 @@ class Stream(Iterator[Token]):
     last token is pending, and an append or another stream goes on from there. An error of a step
     (a restore meanwhile, a failure) is raised once and ends it too.
 
+    Under a grammar it goes on where the state is in the grammar's text: at its beginning after an
+    append, in the middle where another stream or a capsule's was, at its end with no token.
+
     ``rest``: text held back at the end, half of what might have become a stop text.
     """
 
@@ -52,7 +40,7 @@ class Stream(Iterator[Token]):
         session: PlannerSession,
         options: Options,
         tokenizer: Tokenizer | None = None,
-        matcher: Matcher | None = None,
+        grammar: Grammar | None = None,
         before: Sequence[int] = (),
     ) -> None:
         self.reason = ''
@@ -60,7 +48,8 @@ class Stream(Iterator[Token]):
         self.drafted = self.accepted = 0
         self._session = session
         self._options = options
-        self._matcher = matcher
+        self._grammar = grammar
+        self._matcher: Matcher | None = None
         self._text = None if tokenizer is None else TextStream(tokenizer, options.stop, before)
         self._given = 0
         self._epoch: int | None = None
@@ -86,6 +75,8 @@ class Stream(Iterator[Token]):
             return
         try:
             step = self._step()
+            if step is None:
+                return
         except PromptTooLong:
             if not self._given:
                 raise
@@ -109,18 +100,23 @@ class Stream(Iterator[Token]):
                 return
         self._position = step.position
 
-    def _step(self) -> Step:
+    def _step(self) -> Step | None:
         session = self._session
+        if self._grammar is not None and self._matcher is None:
+            self._position = session.position
+            self._matcher, self._epoch = session.follow(self._grammar)
+            if self._matcher.must_end:
+                self._end('grammar')
+                return None
         if self._epoch is not None and session.position != self._position:
             raise TickDropped(
                 f'the state moved from {self._position} to {session.position} tokens under a '
                 'stream; begin another one there'
             )
-        mask = None if self._matcher is None else self._matcher.mask()
         step = session.decode(
             self._options,
             limit=self._options.max_tokens - self._given,
-            mask=mask,
+            matcher=self._matcher,
             revocable=bool(self._options.stop) and self._options.draft_tokens > 0,
             epoch=self._epoch,
         ).result()

@@ -10,11 +10,14 @@ import torch
 
 from flashrt_core.capsule import Boundary
 from flashrt_core.capsule import CapsuleStore
+from flashrt_core.planners import GrammarSource
 from flashrt_core.planners import make_planner
 from flashrt_core.planners import Options
 from flashrt_core.planners import Settings
+from flashrt_core.planners.grammar import compiled_grammar
 from flashrt_core.planners.qwen3_5 import Qwen35Config
 from flashrt_core.planners.session import PlannerSession
+from flashrt_core.planners.text import ByteTokenizer
 from flashrt_core.runtime import Backend
 
 # One layer that recurs, one that attends, an MTP head; short keys so that prompts take many.
@@ -33,6 +36,10 @@ GREEDY = Options()
 DRAWN = Options(temperature=1.3, top_k=30, top_p=0.95, seed=7, presence=0.4, frequency=0.2,
                 repetition=1.1)
 MIB = 1 << 20
+END = 47
+LETTERS = ''.join(chr(ord('A') + i) for i in range(END))
+# What may follow depends on what came: letters of two kinds in turns.
+TURNS = GrammarSource('regex', '([A-H][I-P]){10,20}[Q-Z]', 'turns')
 
 
 @contextmanager
@@ -71,6 +78,30 @@ def run(session: PlannerSession, count: int, options: Options | None = GREEDY) -
     return tokens
 
 
+def letters() -> ByteTokenizer:
+    """One letter a token, the last one ends a text."""
+    return _LETTERS
+
+
+_LETTERS = ByteTokenizer(
+    'letters', lambda text: [LETTERS.index(c) for c in text],
+    [*(c.encode() for c in LETTERS), b'<end>'], {'<end>': END}, (END,), (END,))
+
+
+def run_under(session: PlannerSession, count: int, options: Options | None = GREEDY,
+              source: GrammarSource = TURNS) -> list[int]:
+    """Decode exactly ``count`` tokens under a grammar, from where the state is in its text."""
+    matcher, epoch = session.follow(compiled_grammar(source, letters(), SMALL.vocab))
+    tokens: list[int] = []
+    while len(tokens) < count:
+        step = session.decode(options, matcher=matcher, limit=count - len(tokens),
+                              epoch=epoch).result(20)
+        for token in step.tokens:
+            matcher.accept(token)
+        tokens += step.tokens
+    return tokens
+
+
 def state_of(session: PlannerSession) -> dict[str, torch.Tensor]:
     """Copy the valid state to the CPU, on the lane thread: KV up to its extent."""
     def copy() -> dict[str, torch.Tensor]:
@@ -88,14 +119,15 @@ def unequal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]
 def lived_in(session: PlannerSession) -> None:
     """Bring a session to a boundary where every state buffer matters to what follows.
 
-    The sampler has counted, the parameters are not the default, a token is pending, and the
-    trunk has the branch number 5.
+    The sampler has counted, the parameters are not the default, a token is pending, the trunk has
+    the branch number 5, and a grammar has followed the last three tokens.
     """
     session.prefill(PROMPT).result(20)
     branches = session.fork([7], [5])
     branches.step(DRAWN).result(20)
     branches.commit(0).result(20)
     run(session, 4, DRAWN)
+    run_under(session, 3, DRAWN)
 
 
 def snapshot(session: PlannerSession, store: CapsuleStore, id: str = 'c0',

@@ -13,6 +13,7 @@ from _planner import MIB
 from _planner import PROMPT
 from _planner import restore
 from _planner import run
+from _planner import run_under
 from _planner import shared
 from _planner import SMALL
 from _planner import snapshot
@@ -38,7 +39,7 @@ from flashrt_core.planners.session import PlannerSession
 from flashrt_core.runtime import Backend
 
 STATE = ('recurrent.0', 'conv.0', 'kv.1', 'mtp.kv', 'hidden', 'position', 'pending', 'sampled',
-         'counts', 'parameters', 'seed', 'branch')
+         'counts', 'parameters', 'seed', 'branch', 'followed', 'history')
 SPECULATIVE = Options(temperature=1.3, top_k=30, top_p=0.95, seed=7, presence=0.4, frequency=0.2,
                       repetition=1.1, draft_tokens=3)
 
@@ -58,14 +59,16 @@ def store(backend: Backend) -> Iterator[CapsuleStore]:
 def everything_after(session: PlannerSession) -> tuple[object, ...]:
     """What a boundary decides: tokens and drafts of steps, then the state after an append.
 
-    The first steps keep the state's parameters and seed; drafts show what MTP knew.
+    The first steps keep the state's parameters and seed, and its grammar; drafts show what MTP
+    knew.
     """
+    text = run_under(session, 3, None)
     steps = [session.decode(None).result(20) for _ in range(4)]
     steps += [session.decode(SPECULATIVE).result(20) for _ in range(3)]
     drafts = session.lane.call(lambda: session.buffers['drafts'].tensor[:3].tolist()).result(20)
     session.append(SUFFIX).result(20)
     state = state_of(session)
-    return ([(s.tokens, s.position, s.accepted) for s in steps], drafts,
+    return (text, [(s.tokens, s.position, s.accepted) for s in steps], drafts,
             {n: t.numpy().tobytes() for n, t in state.items()})
 
 
@@ -103,7 +106,7 @@ def test_a_boundary_without_any_one_buffer_does_not_pass_that_test(session, stor
         restore(session, store, boundary=short)
         found = everything_after(session)
     except FlashrtError:
-        assert name == 'position'
+        assert name in ('position', 'followed', 'history')
         session.reset().result(20)
         return
     assert found != expected

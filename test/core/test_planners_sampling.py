@@ -264,11 +264,7 @@ def test_an_option_out_of_range_is_named(change):
         Options(**change)
 
 
-def test_a_grammar_and_speculation_are_refused_together():
-    grammar = GrammarSource('regex', '[a-z]+')
-    assert Options(grammar=grammar).grammar is grammar
-    with pytest.raises(ConfigError, match='draft_tokens is 2 together with a grammar'):
-        Options(grammar=grammar, draft_tokens=2)
+def test_a_grammar_of_no_kind_or_no_text_is_named():
     with pytest.raises(ConfigError, match="kind 'xml' is unknown"):
         GrammarSource('xml', '<a/>')
     with pytest.raises(ConfigError, match="'plan' is empty"):

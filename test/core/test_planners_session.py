@@ -189,7 +189,8 @@ def test_the_memory_report_adds_up_to_the_printed_arithmetic(session):
     assert report['capsule_per_token'] == 2 * token                    # one layer and MTP
     recurrent = c.value_heads * c.key_dim * c.value_dim * 4
     conv, hidden, counts = 3 * c.channels * 4, c.width * 4, c.vocab * 4
-    small = [recurrent, conv, hidden, counts, 8, 8, 8, 24, 8, 8]
+    followed, history = 9 * 8, (c.context + 1) * 4
+    small = [recurrent, conv, hidden, counts, 8, 8, 8, 24, 8, 8, followed, history]
     assert report['capsule_fixed'] == sum(-(-n // 256) * 256 for n in small)
     assert report['state'] == report['capsule_fixed'] + c.context * 2 * token
     assert report['undo'] == report['capsule_fixed']

@@ -1,22 +1,26 @@
 """A stream gives out tokens as they are asked for; the state never runs ahead of them."""
 from __future__ import annotations
 
+import re
 import threading
 
 from _planner import bound
 from _planner import DRAWN
+from _planner import END
 from _planner import GREEDY
+from _planner import letters
 from _planner import MIB
 from _planner import PROMPT
 from _planner import restore
 from _planner import run
+from _planner import run_under
 from _planner import shared
 from _planner import snapshot
 from _planner import state_of
 from _planner import SUFFIX
+from _planner import TURNS
 from _planner import unequal
 import pytest
-import torch
 
 from flashrt_core.capsule import CapsuleStore
 from flashrt_core.errors import ConfigError
@@ -140,26 +144,51 @@ def test_a_full_context_ends_the_stream(session):
     assert len(list(stream)) == 3 and stream.reason == 'context'
 
 
-def test_a_matcher_masks_each_token_and_ends_the_stream(session):
-    class OnlyEven:
-        def __init__(self) -> None:
-            self.tokens: list[int] = []
+@pytest.mark.parametrize('K', [0, 3])
+def test_a_grammar_masks_each_token_and_ends_the_stream(session, K):
+    options = Options(temperature=1.0, grammar=GrammarSource('regex', '[ACEG]{6}'), draft_tokens=K)
+    stream = session.stream(options, tokenizer=letters())
+    assert re.fullmatch('[ACEG]{6}', ''.join(token.text for token in stream))
+    assert stream.reason == 'grammar'
+    assert list(session.stream(options, tokenizer=letters())) == []       # its text is complete
+    session.append(SUFFIX).result(20)
+    assert len(list(session.stream(options, tokenizer=letters()))) == 6
 
-        def mask(self) -> torch.Tensor:
-            return torch.tensor([0x55555555, 0x5555], dtype=torch.int32)
 
-        def accept(self, token: int) -> None:
-            self.tokens.append(token)
+@pytest.mark.parametrize('K', [0, 2])
+def test_an_end_token_that_is_no_stop_id_ends_a_grammars_stream_too(session, K):
+    options = Options(temperature=5.0, grammar=GrammarSource('regex', 'A?'), draft_tokens=K)
+    seen = set()
+    for seed in range(8):
+        session.prefill(PROMPT).result(20)
+        stream = session.stream(Options(**{**vars(options), 'seed': seed}), tokenizer=letters())
+        seen.add(tuple(t.id for t in stream))
+        assert stream.reason == 'grammar'
+    assert seen == {(0,), (END,)}
 
-        @property
-        def must_end(self) -> bool:
-            return len(self.tokens) == 6
 
-    matcher = OnlyEven()
-    options = Options(temperature=1.0, grammar=GrammarSource('regex', '.*'))
-    stream = session.stream(options, matcher=matcher)
-    assert [t.id for t in stream] == matcher.tokens
-    assert stream.reason == 'grammar' and all(t % 2 == 0 for t in matcher.tokens)
+@pytest.mark.parametrize('K', [1, 4])
+def test_a_stop_text_inside_a_grammar_ends_the_state_with_it(session, K):
+    tokens = run_under(session, 8, DRAWN)
+    session.prefill(PROMPT).result(20)
+    run_under(session, 4, DRAWN)
+    state = state_of(session)
+    session.prefill(PROMPT).result(20)
+    options = Options(**{**vars(DRAWN), 'stop': (text_of(tokens[2:4]),), 'draft_tokens': K,
+                         'grammar': TURNS})
+    stream = session.stream(options, tokenizer=letters())
+    real = session.decode
+
+    def with_drafts(o: Options, **more: object) -> object:
+        given = session.position + 1 - len(PROMPT)
+        return real(o, drafts=() if session.pending is None else tokens[given:][:K], **more)
+
+    session.decode = with_drafts
+    try:
+        assert [t.id for t in stream] == tokens[:4] and stream.reason == 'stop text'
+    finally:
+        del session.decode
+    assert unequal(state_of(session), state) == []
 
 
 def test_a_restore_ends_a_stream_at_its_next_token_and_the_state_is_the_restored(
@@ -213,7 +242,7 @@ def test_two_streams_do_not_mix(session):
 def test_what_a_stream_lacks_is_said_before_it_begins(session) -> None:
     with pytest.raises(ConfigError, match='tokenizer'):
         session.stream(Options(stop=('x',)))
-    with pytest.raises(ConfigError, match='matcher'):
+    with pytest.raises(ConfigError, match='a grammar needs a tokenizer'):
         session.stream(Options(grammar=GrammarSource('regex', '.*')))
 
 

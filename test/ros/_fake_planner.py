@@ -21,6 +21,9 @@ from flashrt_core.capsule import Identity
 from flashrt_core.errors import DeviceLost
 from flashrt_core.errors import PromptTooLong
 from flashrt_core.errors import TickDropped
+from flashrt_core.planners.grammar import compiled_grammar
+from flashrt_core.planners.grammar import Grammar
+from flashrt_core.planners.grammar import Matcher
 from flashrt_core.planners.options import Options
 from flashrt_core.planners.protocol import Appended
 from flashrt_core.planners.protocol import Step
@@ -151,9 +154,13 @@ class FakeSession:
 
         return self._run('decode', work, lambda: Step(tuple(out), self.position))
 
-    def stream(self, options: Options | None = None, *, tokenizer: Any = None,
-               matcher: Any = None) -> Stream:
-        return Stream(self, options, tokenizer, matcher)
+    def stream(self, options: Options, *, tokenizer: Any = None) -> Stream:
+        grammar = options.grammar and compiled_grammar(
+            options.grammar, tokenizer, self.config.vocab)
+        return Stream(self, options, tokenizer, grammar)
+
+    def follow(self, grammar: Grammar) -> tuple[Matcher, int]:
+        return grammar.matcher(), 0
 
     def close(self) -> None:
         if self.switches.gate is not None:
