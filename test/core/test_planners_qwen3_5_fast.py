@@ -1,11 +1,13 @@
 """Qwen3.5 through kernels: equal to the plain layers, chosen where it fits, equal at real size."""
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 import os
 from pathlib import Path
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from flashrt_core.planners.qwen3_5 import NAMED
 from flashrt_core.planners.qwen3_5 import QWEN3_5
 from flashrt_core.planners.qwen3_5 import Qwen35Config
 from flashrt_core.planners.qwen3_5.config import PRECISIONS
+from flashrt_core.planners.qwen3_5.precision import linear
 from flashrt_core.planners.qwen3_5.precision import quantise
 from flashrt_core.planners.qwen3_5.weights import damped
 from flashrt_core.planners.qwen3_5.weights import ROPE
@@ -28,6 +31,10 @@ from flashrt_core.planners.qwen3_5.weights import tensor_specs
 
 LARGE = NAMED['27b'][0]
 START, TOKENS = 1990, [5, 9, 1301, 44, 7]
+# An FP8 chunk rounds activations to E4M3, and the last bit of bfloat16 decides to which of two
+# neighbours, up to an eighth apart. So kernels and plain layers, a cosine of 0.9986 apart in some
+# states, are each compared with float32: neither is further from it than the other, but for this.
+ROUNDED = 1.05
 
 
 @pytest.mark.parametrize('precision', PRECISIONS)
@@ -88,12 +95,38 @@ def real(request) -> tuple[Qwen35Config, dict[str, torch.Tensor], torch.Tensor]:
     with torch.no_grad():
         hidden = fast.chunk(c, b, tokens, at, length, c.context)[:START]
         expected = model.chunk(c, plain, tokens, at, length, c.context)[:START]
-    assert cosine(hidden, expected) > 0.999
-    for spec in model.state_specs(c):
-        if spec.name != 'mtp.kv':
-            count = START if 'kv' in spec.name else len(b[spec.name])
-            assert cosine(b[spec.name][:count], plain[spec.name][:count]) > 0.999, spec.name
+    if c.precision != 'fp8':
+        assert cosine(hidden, expected) > 0.999
+        for name, mine, others in states(c, b, plain):
+            assert cosine(mine, others) > 0.999, name
+        return c, b, hidden
+    full, true = exactly(c)
+    with torch.no_grad():
+        wanted = model.chunk(full, true, tokens, at, length, c.context)[:START]
+    assert error(hidden, wanted) < ROUNDED * error(expected, wanted)
+    exact = {name: value for name, value, _ in states(c, true, true)}
+    for name, mine, others in states(c, b, plain):
+        assert error(mine, exact[name]) < ROUNDED * error(others, exact[name]), name
     return c, b, hidden
+
+
+def exactly(c: Qwen35Config) -> tuple[Qwen35Config, dict[str, torch.Tensor]]:
+    """Return ``c`` in float32, and its weights before they are quantised, with fresh state."""
+    full = replace(c, dtype='float32', precision='bf16', kv_precision='bf16')
+    b = real_weights(full)
+    for spec in model.state_specs(full):
+        b[spec.name] = torch.zeros(spec.shape, device='cuda', dtype=spec.dtype)
+    return full, b
+
+
+def states(c: Qwen35Config, *held: dict[str, torch.Tensor]) -> Iterator[tuple[Any, ...]]:
+    """Yield the name of every state that a chunk writes, and what each of ``held`` has of it."""
+    for name in (spec.name for spec in model.state_specs(c) if spec.name != 'mtp.kv'):
+        yield name, *(b[name][:START if 'kv' in name else None] for b in held)
+
+
+def error(mine: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((mine.double() - exact.double()).norm() / exact.double().norm())
 
 
 def some_tokens(c: Qwen35Config) -> torch.Tensor:
@@ -117,11 +150,8 @@ def copied(c: Qwen35Config, b: dict[str, torch.Tensor]) -> dict[str, torch.Tenso
 def test_logits_at_real_size_point_where_those_of_float32_do(real):
     c, b, hidden = real
     least = {'bf16': 0.999, 'fp8': 0.995, 'int4': 0.98}[c.precision]
-    exact = replace(c, dtype='float32', precision='bf16', kv_precision='bf16')
+    exact, plain = exactly(c)
     tokens = some_tokens(c)
-    plain = real_weights(exact)
-    for spec in model.state_specs(exact):
-        plain[spec.name] = torch.zeros(spec.shape, device='cuda', dtype=spec.dtype)
     at, length = torch.tensor([0, START], device='cuda').unbind(0)
     expected = model.chunk(exact, plain, tokens, at, length, c.context)[:START]
     found, wanted = fast.head(c, b, hidden), model.head(exact, plain, expected)
@@ -174,14 +204,17 @@ def test_rows_at_real_size_have_the_same_bits_fed_verified_and_branched(real):
 @pytest.mark.gpu
 @pytest.mark.slow
 @torch.no_grad()
-def test_drafts_at_real_size_point_where_the_plain_layers_do(real):
+def test_drafts_at_real_size_point_where_the_plain_layers_do(real, monkeypatch):
     c, b, hidden = real
     device = b['norm'].device
     tokens = torch.randint(0, c.vocab, (START,), device=device, dtype=torch.int32)
     positions, count = torch.arange(START, device=device), torch.tensor(START, device=device)
     mine, plain = copied(c, b), copied(c, b)
     fast.mtp_note(c, mine, tokens, hidden, positions, count)
-    model.mtp_note(c, plain, tokens, hidden, positions, count)
+    with monkeypatch.context() as patch:
+        if c.precision == 'fp8':  # of so many pairs the kernels round the activations, too
+            patch.setattr(model, 'rows_linear', linear)
+        model.mtp_note(c, plain, tokens, hidden, positions, count)
     assert cosine(mine['mtp.kv'][:START], plain['mtp.kv'][:START]) > 0.999
     token, at = tokens[0], count - 1
     logits, state = fast.mtp_draft(c, mine, token, hidden[-1], at)
