@@ -75,6 +75,16 @@ def test_no_case_reads_or_writes_beyond_its_tensors_in_tritons_interpreter() -> 
 
 
 @pytest.mark.gpu
+def test_inputs_that_are_still_being_made_are_waited_for() -> None:
+    given, seen = torch.zeros((), device='cuda'), []
+    torch.cuda.synchronize()
+    torch.cuda._sleep(100_000_000)  # cycles, in the stream that makes the inputs
+    given.fill_(1.0)
+    kernels.timed(kernels.Case('case', 1, lambda i: seen.append(given.clone()), 4), 1)
+    assert float(seen[0]) == 1.0
+
+
+@pytest.mark.gpu
 def test_every_kernel_has_a_row_beside_its_floor(tmp_path: Path) -> None:
     assert main(['kernels', '--config', '0.8b', '--rows', '1', '5', '--lengths', '512',
                  '--tokens', '128', '--repeats', '3', '--out', str(tmp_path)]) == 0
