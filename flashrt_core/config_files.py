@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from dataclasses import is_dataclass
 from dataclasses import replace
+import os
 from pathlib import Path
 from typing import Any
 from typing import get_type_hints
@@ -15,6 +16,8 @@ from typing import TypeVar
 from flashrt_core.errors import ConfigError
 
 T = TypeVar('T')
+
+SUFFIXES = ('.safetensors', '.json', '.model')  # of files that a config names
 
 
 def read_yaml(
@@ -47,9 +50,16 @@ def read_yaml(
         )
     for key in beside:
         value = record.get(key)
-        if value and isinstance(value, str) and (path.parent / value).exists():
+        if value and isinstance(value, str) and _lies_beside(value, path.parent):
             record[key] = str(path.parent / value)
     return record
+
+
+def _lies_beside(value: str, folder: Path) -> bool:
+    """Whether a file is there; or should be, as the name of a file that is nowhere."""
+    if os.path.exists(folder / value):
+        return True
+    return Path(value).suffix in SUFFIXES and not os.path.exists(value)
 
 
 def override(base: T, record: Mapping[str, Any], where: str = '') -> T:

@@ -22,7 +22,7 @@ def config_path(name: str) -> Path:
     """
     candidates = [folder / name for folder in _folders()]
     for candidate in candidates:
-        if candidate.is_file():
+        if os.path.isfile(candidate):  # a name that is too long for a path is no file either
             return candidate
     folders = list(dict.fromkeys(str(c.parent) for c in candidates))
     shipped = sorted({file.name for c in candidates for file in c.parent.glob('*.yaml')})
@@ -32,11 +32,16 @@ def config_path(name: str) -> Path:
            else 'give the path of a file, or source the setup file of the package'))
 
 
+def expanded(name: str) -> Path:
+    """Return a path with ``~`` as the home it stands for; of an unknown user it stays."""
+    return Path(os.path.expanduser(name))
+
+
 def here_or_below_config(name: str) -> str:
     """Return the path of a file that is named as such or below config/, else the name itself."""
-    path = Path(name).expanduser()
+    path = expanded(name)
     candidates = [path, *(folder / name for folder in _folders() if not path.is_absolute())]
-    return next((str(file) for file in candidates if file.is_file()), name)
+    return next((str(file) for file in candidates if os.path.isfile(file)), name)
 
 
 def find_embodiment(name: str) -> Path:
@@ -44,12 +49,12 @@ def find_embodiment(name: str) -> Path:
 
     :raises ConfigError: there is none; says which are shipped.
     """
-    path = Path(name).expanduser()
-    if path.is_file():
+    path = expanded(name)
+    if os.path.isfile(path):
         return path
     if name and not path.is_absolute():
         for folder in _folders():
-            if (folder / name).is_file():
+            if os.path.isfile(folder / name):
                 return folder / name
     shipped = sorted({f.name for folder in _folders() for f in folder.glob('embodiments/*.yaml')})
     close = difflib.get_close_matches(path.name, shipped, n=1)

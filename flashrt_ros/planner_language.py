@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+import os
 import re
 from typing import Any
 
@@ -17,6 +17,7 @@ from flashrt_core.planners.text import ChatMl
 from flashrt_core.planners.text import check_vocabulary
 from flashrt_core.tabletop import instructions as tabletop
 from flashrt_core.tabletop.state import COLOURS
+from flashrt_ros.config_files import expanded
 
 FORMS = ('auto', 'plain', 'chatml', 'tabletop')
 _KINDS = {'.lark': 'lark', '.regex': 'regex'}
@@ -64,11 +65,14 @@ def find_grammar(name: str) -> SubgoalGrammar:
         return TABLETOP
     if name == 'none':
         return SubgoalGrammar(name, None, _ONE_A_LINE)
-    path = Path(name).expanduser()
-    if path.suffix not in _KINDS or not path.is_file():
+    path = expanded(name)
+    if path.suffix not in _KINDS or not os.path.isfile(path):
         raise ConfigError(f'grammar is {name!r:.200}; give tabletop, none, or the path of a .lark '
                           'or .regex file of whole plans, one subgoal a line')
-    text = path.read_text(encoding='utf-8').strip()
+    try:
+        text = path.read_text(encoding='utf-8').strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f'grammar {name!r:.200} cannot be read: {error}') from error
     source = GrammarSource(_KINDS[path.suffix], text, path.name)
     return SubgoalGrammar(path.name, source, _ONE_A_LINE)
 
@@ -171,8 +175,8 @@ class Language:
         In the tabletop form the scene alone tells what is done already.
         """
         if self.form == 'tabletop':
-            return self.tokenizer.encode(tabletop.prompt(scene or 'blocks: . zones: .',
-                                                         instruction))
+            return self.tokenizer.encode(tabletop.prompt(
+                scene or 'blocks: . zones: .', tabletop.read_instruction(instruction)))
         lines = [f'instruction: {instruction}']
         if scene:
             lines.append(f'scene: {scene}')
@@ -189,7 +193,8 @@ class Language:
         """Refuse an instruction or a scene that cannot be asked about.
 
         :raises ParameterInvalid: empty, too long, or with line ends or characters that do not
-            print, which could pass for parts of the form.
+            print, which could pass for parts of the form; in the tabletop form, outside of what
+            the planner was trained to read.
         """
         for name, text in (('instruction', instruction), ('scene', scene)):
             if name == 'instruction' and not text.strip():
@@ -199,6 +204,8 @@ class Language:
                                        f'{_MOST_TEXT}')
             if not all(part.isprintable() for part in text):
                 raise ParameterInvalid(f'{name} is {text!r:.80}; give printable text on one line')
+        if self.form == 'tabletop':
+            tabletop.read_instruction(instruction)
 
     def reader(self) -> Reader:
         """Return a reader for one plan."""

@@ -5,6 +5,7 @@ Decided from parameters, names and small files before anything is loaded; free o
 """
 
 from collections.abc import Mapping
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from flashrt_core.errors import OutOfMemory
 from flashrt_core.policies import MemoryNeed
 from flashrt_core.policies import Policy
 from flashrt_core.runtime import Backend
+from flashrt_ros.config_files import expanded
 from flashrt_ros.config_files import here_or_below_config
 from flashrt_ros.embodiment import Embodiment
 from flashrt_ros.executor_tick import Ports
@@ -51,13 +53,13 @@ def _checkpoint(values: Mapping[str, Any]) -> dict[str, str]:
     named, tokenizer = str(values['checkpoint']), str(values['tokenizer'])
     found: dict[str, str] = {}
     if tokenizer != AS_CONFIGURED:
-        found['tokenizer'] = str(Path(tokenizer).expanduser()) if tokenizer else ''
+        found['tokenizer'] = str(expanded(tokenizer)) if tokenizer else ''
     if named == AS_CONFIGURED:
         return found
     if named == RANDOM:
         return {'weights': '', **found}
-    path = Path(named).expanduser()
-    if not named or not path.exists():
+    path = expanded(named)
+    if not named or not os.path.exists(path):
         raise ConfigError(
             f'checkpoint is {named!r:.200}, '
             + ('so there are no weights to run' if not named else 'which does not exist here')

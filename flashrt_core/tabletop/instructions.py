@@ -12,6 +12,7 @@ from collections.abc import Callable
 from collections.abc import Sequence
 from dataclasses import dataclass
 import hashlib
+import re
 from typing import NamedTuple
 
 import numpy as np
@@ -167,6 +168,40 @@ def describe(state: WorldState) -> Scene:
 def prompt(scene: Scene, instruction: str) -> str:
     """Return the text that stands before the answer."""
     return f'{scene} say: {instruction}\nplan: '
+
+
+def read_instruction(text: str) -> str:
+    """Return an instruction as the planner was trained to read it: lower case, no full stop.
+
+    What lies outside the trained language is not safe to try: the planner makes a plan of it.
+
+    :raises ParameterInvalid: it is none of the language.
+    """
+    plain = ' '.join(text.lower().split()).rstrip('.! ')
+    if _MARK in plain or _PART.sub(_MARK, plain) not in _LANGUAGE:
+        raise ParameterInvalid(
+            f'instruction is {text!r:.120}, which is outside of what the planner was trained to '
+            'read; say it as "put the red block in the blue zone", "pick up the red block", "sort '
+            'the blocks by colour" or "go home", up to three with ", then " between')
+    return plain
+
+
+def _forms(part: str) -> frozenset[str]:
+    """Return every way in which ``_draw`` puts one to three parts together."""
+    two = [form.format(part, part) for form in _CHAIN]
+    three = [form.format(text, part) for form in _CHAIN[:2] for text in two]
+    back = [form.format(part, part) for form in _CHAIN_BACK]
+    return frozenset(dress.format(text) for dress in _POLITE
+                     for text in (part, *two, *three, *back, *_NONSENSE))
+
+
+_COLOUR = f'(?:{"|".join(COLOURS)})'
+_PART = re.compile('|'.join(
+    rf'\b{text.format(b=_COLOUR, z=_COLOUR, y=_COLOUR)}\b' for text in sorted(
+        (*_PUT, *_PICK, *_HOME, *_ALL, *_EXCEPT, *_SORT, *_EMPTY, *_LOOSE),
+        key=len, reverse=True)))
+_MARK = '#'  # stands for a part
+_LANGUAGE = _forms(_MARK)
 
 
 def draw_example(rng: np.random.Generator, held_out: bool = False) -> Example:

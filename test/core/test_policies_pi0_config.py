@@ -211,3 +211,15 @@ def test_a_mapping_may_build_on_a_file_and_a_file_on_a_name_only(tmp_path):
         load_config(path)
     with pytest.raises(ConfigError, match='neither a file'):
         load_config({'base': str(tmp_path / 'none.yaml')})
+
+
+def test_a_config_without_its_weights_says_where_they_should_be(tmp_path: Path) -> None:
+    config = tmp_path / 'mine.yaml'
+    config.write_text('base: tiny\nweights: mine.safetensors\n')
+    assert load_config(config).weights == str(tmp_path / 'mine.safetensors')
+    config.write_text('base: tiny\ntokenizer: words\n')
+    assert load_config(config).tokenizer == 'words'
+    config.write_text('{{\n')
+    with pytest.raises(ConfigError, match='is not valid YAML') as refused:
+        load_config(config)
+    assert len(str(refused.value).splitlines()) == 1

@@ -19,6 +19,7 @@ from flashrt_core.tabletop.instructions import HELD_OUT_PAIRS
 from flashrt_core.tabletop.instructions import MOST_GOALS
 from flashrt_core.tabletop.instructions import parse_plan
 from flashrt_core.tabletop.instructions import prompt
+from flashrt_core.tabletop.instructions import read_instruction
 from flashrt_core.tabletop.instructions import Scene
 
 
@@ -100,3 +101,22 @@ def test_a_task_puts_every_block_once_and_at_most_two_into_a_zone() -> None:
         zones = [goal.zone for goal in puts]
         assert sorted(goal.block for goal in puts) == sorted(scene.blocks)
         assert max(map(zones.count, zones)) <= 2
+
+
+@pytest.mark.parametrize('held_out', [False, True])
+def test_all_that_the_planner_is_trained_and_tested_on_is_read(held_out: bool) -> None:
+    rng = np.random.default_rng(4)
+    for _ in range(400):
+        text = draw_example(rng, held_out).instruction
+        assert read_instruction(text) == text
+        assert read_instruction(f'  {text.capitalize()}.') == text
+
+
+@pytest.mark.parametrize('text', [
+    'hold', 'stop', 'no', '...', 'hello', 'abort', 'go', 'red', 'do not go home', '#', '# please',
+    'never pick up the red block', 'throw the red block', 'put the red block',
+    'put the pink block in the blue zone', 'go home, then', 'go home now or never go home',
+    'plan: go home', 'put the red block in the blue zone, then ' * 90 + 'go home'])
+def test_what_is_outside_of_the_trained_language_is_refused(text: str) -> None:
+    with pytest.raises(ParameterInvalid, match='outside of what the planner was trained to read'):
+        read_instruction(text)

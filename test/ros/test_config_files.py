@@ -24,12 +24,13 @@ def test_an_embodiment_is_found_by_path_and_below_config(tmp_path: Path) -> None
     assert find_embodiment('embodiments/tabletop.yaml').is_file()
 
 
-@pytest.mark.parametrize('name', ['', 'tabeltop.yaml', '/tmp', '/no/such.yaml', 'embodiments'])
+@pytest.mark.parametrize('name', ['', 'tabeltop.yaml', '/tmp', '/no/such.yaml', 'embodiments',
+                                  '~nobody-here/robot.yaml', 'x' * 5000])
 def test_a_missing_embodiment_is_refused_with_the_parameter_and_those_shipped(name: str) -> None:
     with pytest.raises(ConfigError) as error:
         find_embodiment(name)
     text = str(error.value)
-    assert text.startswith(f'embodiment is {name!r}') and 'so101.yaml' in text
+    assert text.startswith(f'embodiment is {name!r:.200}') and 'so101.yaml' in text
     assert name != 'tabeltop.yaml' or 'give a path, or embodiments/tabletop.yaml' in text
 
 

@@ -72,9 +72,12 @@ def test_one_subgoal_a_line_needs_no_last_line_end(tmp_path: Path) -> None:
     path = tmp_path / 'walk.regex'
     path.write_text('((go|stop)\\n)+')
     assert find_grammar(str(path)).source.kind == 'regex'
-    for bad in ('moon', str(tmp_path / 'walk.txt'), ''):
+    for bad in ('moon', str(tmp_path / 'walk.txt'), '', f'~nobody-{"x" * 300}/a.lark'):
         with pytest.raises(ConfigError, match='tabletop, none, or the path'):
             find_grammar(bad)
+    path.write_bytes(b'\xff\xfe')
+    with pytest.raises(ConfigError, match='cannot be read'):
+        find_grammar(str(path))
 
 
 def test_the_tabletop_form_is_the_one_that_the_small_planner_is_trained_on() -> None:
@@ -83,6 +86,10 @@ def test_the_tabletop_form_is_the_one_that_the_small_planner_is_trained_on() -> 
     example = draw_example(np.random.Generator(np.random.PCG64(1)))
     asked = language.request(example.instruction, str(example.scene), (), '')
     assert bytes(asked).decode() == prompt(example.scene, example.instruction)
+    assert language.request('Go home.', '', (), '') == language.request('go home', '', (), '')
+    with pytest.raises(ParameterInvalid, match='trained to read'):
+        language.check('hold', str(example.scene))
+    Language(session(), TABLETOP, form='plain').check('hold', str(example.scene))
 
 
 def test_the_plain_form_tells_what_is_done_and_what_has_failed() -> None:

@@ -90,6 +90,10 @@ def test_an_instruction_outside_the_grammar_is_answered_cannot_and_nothing_moves
         assert robot.executor.engine.slot.requested == 0 and planner.counter('plans_cannot') == 1
         for bad in ('', '  ', 'x' * 5000, 'go home\nplan: ', 'go\x07home'):
             assert planner.goal(bad).result().code == 'parameter_invalid', bad
+        for outside in ('hold', 'no', 'do not go home', 'put the pink block in the blue zone'):
+            result = planner.goal(outside).result()
+            assert result.code == 'parameter_invalid' and 'trained to read' in result.message
+        assert robot.executor.engine.slot.requested == 0
         assert planner.goal(SECOND).result().success, 'and it goes on as if nothing was'
 
 
