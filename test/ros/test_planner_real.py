@@ -1,6 +1,8 @@
 """The planner node over an untrained model of the real architecture: the same plan to the bit."""
 
 from pathlib import Path
+import re
+import shutil
 import threading
 
 from _planner_rig import planner_rig
@@ -9,6 +11,7 @@ from _ros_fixtures import wait_until
 import pytest
 
 from flashrt_core.tabletop.instructions import parse_plan
+from flashrt_ros.config_files import here_or_below_config
 
 pytestmark = pytest.mark.ros
 SCENE = 'blocks: red. zones: blue.'
@@ -35,7 +38,8 @@ def test_plans_are_of_the_grammar_and_the_same_after_whatever_came_between(
                      seed=5) as (planner, _):
         first = plan_of(planner.goal(TWO, scene=SCENE, dry_run=True))
         parse_plan(first)
-        others = {plan_of(planner.goal(f'go home {i}', dry_run=True)) for i in range(4)}
+        others = {plan_of(planner.goal(f'pick up the {colour} block', dry_run=True))
+                  for colour in ('red', 'green', 'blue', 'purple')}
         assert len(others | {first}) > 1, 'the instruction matters'
         slow = planner.goal('go home', scene=SCENE, dry_run=True)
         threading.Event().wait(0.01)
@@ -46,6 +50,27 @@ def test_plans_are_of_the_grammar_and_the_same_after_whatever_came_between(
         result = again.result()
         assert result.capsule_hit and result.tokens == len(first.encode())
         assert (result.context_tokens > 0) == (form == 'plain')
+
+
+@DEVICES
+def test_a_plan_written_with_drafts_is_the_one_without(tmp_path: Path, device: str) -> None:
+    shipped = here_or_below_config('planner_bytes/planner.yaml')
+    copied = shutil.copytree(Path(shipped).parent, tmp_path / 'drafting') / 'planner.yaml'
+    copied.write_text(re.sub('draft_tokens: 0', 'draft_tokens: 3', copied.read_text()))
+    plans, steps = [], []
+    for drafts in (0, 3):
+        with planner_rig(
+                tmp_path, real=True, device=device, prompt_form='tabletop', seed=5,
+                temperature=1.0, draft_tokens=drafts, planner_config=str(copied),
+        ) as (planner, _):
+            session = planner.session
+            real, drafted = session.decode, []
+            session.decode = lambda options, *, of=real, to=drafted, **more: (
+                to.append(options.draft_tokens), of(options, **more))[1]
+            plans.append(plan_of(planner.goal(TWO, scene=SCENE, dry_run=True)))
+            steps.append(drafted)
+    assert plans[0] == plans[1] and parse_plan(plans[0]) is not None
+    assert set(steps[0]) == {0} and set(steps[1]) == {3}
 
 
 @DEVICES
