@@ -164,7 +164,7 @@ def _model(arguments: argparse.Namespace) -> tuple[str, Any]:
     model, family = arguments.model, arguments.planner
     if not model.endswith(('.yaml', '.yml')):
         return family or 'llama', {'base': model, **changes}
-    record = read_yaml(Path(model), 'planner config')
+    record = read_yaml(Path(model), 'planner config', beside=('weights', 'tokenizer'))
     return family or str(record.get('planner', 'llama')), {**record, **changes}
 
 

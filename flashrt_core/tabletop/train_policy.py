@@ -183,8 +183,11 @@ def train_by_the_clock(folder: Path, recipe: Recipe, device: torch.device, minut
         while sum(len(s) for s, _ in first) < FIRST_SAMPLES and time.monotonic() < end:
             time.sleep(0.2)
             first += producer.take()
-        if not first:
-            raise ConfigError(f'no episode was recorded in {minutes} minutes; give more')
+        if not first or time.monotonic() >= end:
+            raise ConfigError(
+                f'the {minutes:g} minutes were over with {sum(len(s) for s, _ in first)} of the '
+                f'{FIRST_SAMPLES} samples that come before the first step; give more minutes, or '
+                'more workers')
         begun = time.monotonic()
         c = with_statistics(c, dataset.join(s for s, _ in first))
         if begin is not None:

@@ -80,3 +80,10 @@ def test_an_unknown_flag_is_answered_with_the_usage(capsys):
         chat.main(['--nonsense'])
     assert stop.value.code == 2 and 'usage: python -m flashrt_core.planners.chat' in (
         capsys.readouterr().err)
+
+
+def test_a_model_finds_the_files_that_lie_beside_its_config(capsys, tmp_path):
+    (tmp_path / 'mine.yaml').write_text('base: tiny\nweights: mine.safetensors\n')
+    assert chat.main(['--model', str(tmp_path / 'mine.yaml'), '--prompt', 'hi', '--device', 'cpu',
+                 '--planner', 'qwen3_5']) == 1
+    assert str(tmp_path / 'mine.safetensors') in capsys.readouterr().err

@@ -161,3 +161,11 @@ def test_a_folder_without_samples_is_refused(
         tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train_policy.main(['train', '--out', str(tmp_path), '--device', 'cpu']) == 2
     assert 'run generate first' in capsys.readouterr().err
+
+
+def test_minutes_that_end_before_the_first_step_are_refused_and_leave_no_model(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train_policy.main(['all', '--out', str(tmp_path), '--device', 'cpu', '--workers', '1',
+                              '--within', '0.001']) == 2
+    assert 'give more minutes' in capsys.readouterr().err
+    assert not list(tmp_path.rglob('*.safetensors'))
