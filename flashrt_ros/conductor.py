@@ -436,8 +436,12 @@ class Conductor:
         threading.Event().wait(seconds)
         self.group.check()
 
-    def executor_step(self, stamp_ns: int, attempts: int = 3) -> Any:
-        """Have the executor step on the observation of ``stamp_ns``; return the reply.
+    def executor_step(self, stamp_ns: int) -> Any:
+        """Have the executor step on the observation of ``stamp_ns``; return the reply."""
+        return self.executor_on('step', stamp_ns).reply
+
+    def executor_on(self, verb: str, stamp_ns: int, attempts: int = 3, **fields: object) -> Answer:
+        """Call a verb of the executor on an observation not older than ``stamp_ns``.
 
         The robot shows its observation again when the executor has missed it, as happens before
         the two have discovered each other.
@@ -446,7 +450,7 @@ class Conductor:
         """
         for attempt in range(attempts):
             try:
-                return self.executor('step', observed_after=to_stamp(stamp_ns)).reply
+                return self.executor(verb, observed_after=to_stamp(stamp_ns), **fields)
             except Refused as error:
                 if error.code != 'observation_missing' or attempt == attempts - 1:
                     raise

@@ -76,7 +76,8 @@ class ExecutorServices:
     def _fork(self, request: srv.Fork.Request, response: srv.Fork.Response) -> str:
         capsule = check_id(request.capsule_id) if request.capsule_id else ''
         found = self._node.verbs.fork(
-            capsule, request.n, list(request.seeds), request.commit_branch)
+            capsule, request.n, list(request.seeds), request.commit_branch,
+            stamp_to_ns(request.observed_after))
         response.chunks = [
             self._node.outputs.chunk_message(
                 actions, tick=found.chunk.tick, branch=branch, first_step=0,

@@ -120,14 +120,19 @@ class Verbs:
             self._control.outputs, self._store, info, self._session.boundary.session, tier,
             self._parameters['verb_timeout_s'])
 
-    def fork(self, capsule_id: str, n: int, seeds: Sequence[int], commit: int) -> Branches:
+    def fork(self, capsule_id: str, n: int, seeds: Sequence[int], commit: int,
+             observed_after_ns: int = 0) -> Branches:
         """Evaluate ``n`` branches on the current observation; optionally go on with one.
 
         :param commit: a branch, EVALUATE_ONLY or COMMIT_SELECTED.
+        :param observed_after_ns: an observation not older than this is waited for.
         :raises FlashrtError: nothing was committed and the session is where it was.
         """
         self._check_fork(capsule_id, n, seeds, commit)
         with self._verb('fork'):
+            if observed_after_ns:
+                self._engine.observations.wait_for(
+                    observed_after_ns, self._parameters['observation_timeout_s'])
             self._control.begin_change(hold=False)
             restored = False
             try:

@@ -352,7 +352,10 @@ class LockStep:
 
     def verb(self, verb: str, capsule: str, **fields: object) -> Answer:
         """Call a capsule verb of the executor and note what it took."""
-        answer = self.conductor.executor(verb, **fields)
+        if verb == 'fork':  # of what the robot shows now, not of what came before
+            answer = self.conductor.executor_on(verb, self._stamp_ns, **fields)
+        else:
+            answer = self.conductor.executor(verb, **fields)
         reply = answer.reply
         status = self.conductor.heard.status
         info = getattr(reply, 'info', None)

@@ -80,6 +80,25 @@ def test_a_step_names_the_observation_that_does_not_come(tmp_path: Path) -> None
         assert reply.code == 'observation_missing' and 'joint_states' in reply.message
 
 
+def test_a_fork_waits_for_the_observation_that_it_is_asked_for(tmp_path: Path) -> None:
+    from _ros_fixtures import wait_until
+    with rig(tmp_path, arm=False, lock_step=True, observation_timeout_s=0.3) as r:
+        run(r, 2, seed=5)
+        later = r.executor.engine.observations.newest().newest_stamp_ns + 10**9
+        asked = {'n': 2, 'commit_branch': -1, 'observed_after': executor_node_time(later)}
+        reply = r.call('fork', **asked)
+        assert reply.code == 'observation_missing' and reply.duration_us >= 0.25e6
+        conductor = Conductor(r)
+        conductor.now_ns = later
+        wait_until(lambda: conductor.joints.get_subscription_count() == 1 and all(
+            p.get_subscription_count() == 1 for p in conductor.images.values()), 'the executor')
+        conductor.observe()
+        reply = r.call('fork', **asked)
+        assert reply.success, reply.message
+        given = r.policy.switches.inputs[-1]
+        assert given.state[0] == 0.0, 'the pose that was shown last'
+
+
 def test_a_step_is_refused_before_a_reset_and_in_real_time(tmp_path: Path) -> None:
     with rig(tmp_path, arm=False, lock_step=True) as r:
         conductor = Conductor(r)
