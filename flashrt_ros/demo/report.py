@@ -106,8 +106,9 @@ def _cards(run: Run) -> str:
         cards.append(_card(f'{solved} of {len(stepped)}', 'tasks solved by the policy', kind))
         steps = sum(e.steps for e in stepped)
         wall = sum(e.ended_s - e.began_s for e in stepped)
-        cards.append(_card(f'{steps * CONTROL_PERIOD_S / wall:.1f}x',
-                           'real-time factor in lock-step'))
+        if wall > 0:
+            cards.append(_card(f'{steps * CONTROL_PERIOD_S / wall:.1f}x',
+                               'real-time factor in lock-step'))
     firsts = [p.ttft_us / 1e3 for p in run.plans if p.ttft_us]
     if firsts:
         cards.append(_card(f'{percentile(firsts, 50):.1f} ms', 'restore to first token, p50'))

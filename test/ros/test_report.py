@@ -1,5 +1,6 @@
 """The demo's record and report: numbers, self-containment, what is shown when things fail."""
 
+from dataclasses import replace
 import json
 import math
 import re
@@ -11,17 +12,21 @@ from flashrt_core.tabletop import draw_filmstrip
 from flashrt_core.tabletop import encode_png
 from flashrt_core.tabletop import Expert
 from flashrt_core.tabletop import World
-from flashrt_ros.demo.plots import timeline_svg
 from flashrt_ros.demo.record import Capsule
+from flashrt_ros.demo.record import Comparison
 from flashrt_ros.demo.record import Episode
 from flashrt_ros.demo.record import ForkResult
+from flashrt_ros.demo.record import Interrupt
 from flashrt_ros.demo.record import percentile
+from flashrt_ros.demo.record import PlanMade
 from flashrt_ros.demo.record import RealTime
-from flashrt_ros.demo.record import ReplayProof
+from flashrt_ros.demo.record import RollbackProof
 from flashrt_ros.demo.record import Run
+from flashrt_ros.demo.record import Subgoal
 from flashrt_ros.demo.record import VerbCall
 from flashrt_ros.demo.report import render
 from flashrt_ros.demo.report import write_report
+from flashrt_ros.demo.timeline import subgoal_svg
 
 
 def _strip() -> bytes:
@@ -41,6 +46,8 @@ def run() -> Run:
         started='2026-01-02 03:04:05+00:00',
         command='python -m flashrt_ros.demo --quick',
         policy='pi0 tiny',
+        planner='qwen3_5 trained',
+        untrained='policy',
         device='cpu',
         domain_id=17,
         seconds=31.4,
@@ -54,6 +61,13 @@ def run() -> Run:
         episode = Episode(f'Episode {number}', 'policy', number, 'put the <red> block & go')
         episode.began_s, episode.steps, episode.ticks, episode.strip_png = at, 120, 15, strip
         episode.epochs = [number * 3 - 2]
+        episode.subgoals = [
+            Subgoal(1, 'put the <red> block', 'planner', 0, latched=0, ended=60, outcome='done'),
+            Subgoal(2, 'go home', 'conductor', 60, interrupt=True, latched=64, ended=120,
+                    outcome='superseded', holds=False)]
+        made.plans.append(PlanMade(
+            number, 'put the <red> block & go', 'red in green.', 0.0, 'ok', ['go home'],
+            capsule_hit=True, prompt_tokens=40, tokens=11, ttft_us=25_000, decode_us=100_000))
         made.verbs.append(VerbCall('reset', 'C0', number, number * 3 - 2, at + 0.1, 900, 210, 41))
         if number == 1:
             made.verbs.append(VerbCall('snapshot', 'mid', 1, 1, at + 1, 820, 150, 0, 3_145_728))
@@ -69,16 +83,18 @@ def run() -> Run:
     expert.solved, expert.steps, expert.began_s, expert.ended_s = True, 46, at, at + 0.6
     expert.strip_png = strip
     made.episodes.append(expert)
-    made.proofs.append(ReplayProof('mid', 3, 2, 3, 'ab' * 16, 'ab' * 16, True))
+    made.proofs.append(RollbackProof('mid', 4, 2, 3, 'ab' * 16, 'ab' * 16))
+    made.comparisons.append(Comparison(
+        'Episode 1', 'Episode 2', [('actions', 15, 'cd' * 16, 'cd' * 16)]))
     rng = np.random.default_rng(0)
     chunks = (rng.normal(size=(4, 16, 4)).cumsum(axis=1) * 0.1).tolist()
     made.forks.append(
-        ForkResult('mid2', [1, 2, 3, 4], [-0.4, -0.2, -0.5, -0.6], 0.31, 1, 4, chunks,
+        ForkResult('mid2', [-0.4, -0.2, -0.5, -0.6], 0.31, 1, 4, chunks,
                    ['shoulder', 'elbow', 'wrist', 'gripper'])
     )  # fmt: skip
     made.capsules = [
-        Capsule('C0', 'episode start', 'gpu', '', 0, 3_145_728, True),
-        Capsule('mid', 'mid-episode', 'gpu', 'C0', 8, 3_145_728, False),
+        Capsule('executor', 'C0', 'episode start', 'gpu', '', 0, 3_145_728, True),
+        Capsule('executor', 'mid', 'mid-episode', 'gpu', 'C0', 8, 3_145_728, False),
     ]
     made.real_time = RealTime(
         20.0,
@@ -86,6 +102,7 @@ def run() -> Run:
         (20 + rng.normal(size=400) * 0.3).tolist(),
         (30 + rng.gamma(2, 2, size=50)).tolist(),
         (22 + rng.gamma(2, 1, size=50)).tolist(),
+        [Interrupt(9, 'go home', 3.0, 31.0)],
         {'late': 1, 'missed': 0},
     )
     return made
@@ -108,44 +125,55 @@ def test_text_from_outside_is_escaped(run):
 
 
 def test_an_untrained_policy_is_named_so_and_a_trained_one_is_not(run):
-    assert 'untrained' in render(run)
-    run.trained = True
-    assert 'untrained' not in render(run)
-    run.trained = False
+    assert 'Untrained, with random weights: policy.' in render(run)
+    assert 'Untrained' not in render(replace(run, untrained=''))
 
 
 def test_the_report_tells_capsules_with_bytes_and_microseconds(run):
     text = render(run)
     assert '3,145,728' in text
-    for value in ('mid-episode', 'bit for bit', '1 of 1', 'ROS domain 17', 'torch 2.13.0'):
+    for value in ('mid-episode', 'bit for bit', '2 of 2', 'ROS domain 17', 'torch 2.13.0'):
         assert value in text, value
 
 
-def test_a_proof_needs_equal_inputs_equal_bits_and_a_later_epoch():
-    good = ReplayProof('c', 3, 2, 3, 'aa', 'aa', True)
-    assert good.equal
-    assert not ReplayProof('c', 3, 2, 3, 'aa', 'ab', True).equal
-    assert not ReplayProof('c', 3, 2, 3, 'aa', 'aa', False).equal
-    assert not ReplayProof('c', 3, 2, 2, 'aa', 'aa', True).equal
-    assert not ReplayProof('c', 0, 2, 3, 'aa', 'aa', True).equal
+def test_the_report_tells_plans_and_interrupts(run):
+    text = render(run)
+    for value in ('25.0', '>100<', 'go home', '31 ms', 'oracle'):
+        assert value in text, value
+
+
+def test_a_proof_needs_candidates_equal_bits_and_a_later_epoch():
+    assert RollbackProof('c', 4, 2, 3, 'aa', 'aa').equal
+    assert not RollbackProof('c', 4, 2, 3, 'aa', 'ab').equal
+    assert not RollbackProof('c', 4, 2, 2, 'aa', 'aa').equal
+    assert not RollbackProof('c', 0, 2, 3, 'aa', 'aa').equal
+
+
+def test_a_comparison_needs_something_to_compare_and_every_digest_equal():
+    assert Comparison('a', 'b', [('actions', 3, 'aa', 'aa')]).equal
+    assert not Comparison('a', 'b').equal
+    assert not Comparison('a', 'b', [('actions', 0, 'aa', 'aa')]).equal
+    assert not Comparison('a', 'b', [('x', 3, 'aa', 'aa'), ('actions', 3, 'aa', 'ab')]).equal
 
 
 def test_failures_and_a_broken_replay_are_shown(run):
     run.failures.append('executor did not end in order: exit -9')
-    run.proofs.append(ReplayProof('mid', 3, 2, 3, 'aa', 'bb', True))
+    run.proofs.append(RollbackProof('mid', 3, 2, 3, 'aa', 'bb'))
     try:
         text = render(run)
     finally:
         run.failures.pop()
         run.proofs.pop()
     assert 'exit -9' in text
-    assert '1 of 2' in text
+    assert '2 of 3' in text
 
 
-def test_the_timeline_has_one_stretch_for_each_epoch(run):
-    svg = timeline_svg(run)
-    assert all(f'epoch {n}' in svg for n in (1, 2, 3))
-    assert timeline_svg(Run(started='', command='')) == ''
+def test_the_timeline_shows_each_subgoal_and_when_it_was_latched(run):
+    svg = subgoal_svg(run.episodes[0], 120.0, 'steps')
+    assert 'put the &lt;red&gt; block' in svg and '<red>' not in svg
+    assert 'go home (by the conductor): the policy says done, the world does not agree' in svg
+    assert svg.count('<circle') == 2
+    assert subgoal_svg(Episode('e', 'policy', 1, 'task'), 1.0, 'steps') == ''
 
 
 def test_a_run_that_ended_in_its_first_episode_still_reports():
