@@ -18,6 +18,7 @@ from flashrt_core.errors import FlashrtError
 SOURCE_ROOT = Path(__file__).resolve().parent.parent
 # Above 101 the ports of a domain lie in Linux's ephemeral range, where anybody may hold one.
 DOMAINS = range(1, 101)
+PARTICIPANTS = 8  # of a domain, whose ports are asked for
 
 
 class NoFreeDomain(FlashrtError):
@@ -148,11 +149,13 @@ class DomainLease:
 def domain_in_use(domain_id: int) -> bool:
     """Say whether a DDS participant of this machine already listens on ``domain_id``.
 
-    Asks for the metatraffic port of participant 0 (RTPS 2.3, section 9.6.1.1).
+    Asks for the metatraffic ports of the first participants (RTPS 2.3, section 9.6.1.1): the one
+    that came first may have ended while another still talks.
     """
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.bind(('', 7400 + 250 * domain_id + 10))
-        except OSError:
-            return True
+    for participant in range(PARTICIPANTS):
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.bind(('', 7400 + 250 * domain_id + 10 + 2 * participant))
+            except OSError:
+                return True
     return False

@@ -4,6 +4,7 @@ import json
 import os
 from pathlib import Path
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -113,6 +114,16 @@ def test_every_group_gets_a_domain_of_its_own_and_gives_it_back():
     again = DomainLease()
     assert again.id == first.id
     again.close()
+
+
+def test_a_domain_whose_first_participant_has_ended_but_not_another_is_not_leased():
+    lease = DomainLease()
+    lease.close()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as participant:
+        participant.bind(('', 7400 + 250 * lease.id + 10 + 2 * 3))
+        other = DomainLease()
+        other.close()
+    assert other.id != lease.id
 
 
 def test_a_domain_outside_the_protocol_is_refused():
