@@ -28,7 +28,7 @@ from flashrt_core.runtime.backend import host_memory
 from flashrt_core.runtime.backend import MemoryInfo
 
 WARMUP_RUNS = 2
-SPIN_S = 100e-6        # polls without a pause, the GIL released at each
+SPIN_S = 100e-6        # polls without a pause after the expected end, the GIL released at each
 PAUSE_S = 30e-6        # between polls after that
 REGISTER_NBYTES = 1 << 20  # larger pinned buffers get pages of their own, not a power of two
 PR_SET_TIMERSLACK = 29
@@ -84,14 +84,15 @@ class CudaEvent:
         """
         Poll with the GIL released between polls; return False after ``timeout_s``.
 
-        Sleeps through all but the end of ``expected_s``, then spins briefly, then pauses.
+        Sleeps through all but the end of ``expected_s``, spins until shortly after it, then
+        pauses between polls.
         """
         now = time.perf_counter()
         deadline = now + timeout_s
+        spin_until = now + expected_s + SPIN_S
         asleep_s = min(expected_s - max(0.2e-3, 0.05 * expected_s), timeout_s)
         if asleep_s > 0.0 and not self.query():
             time.sleep(asleep_s)
-        spin_until = time.perf_counter() + SPIN_S
         while not self.query():
             now = time.perf_counter()
             if now >= deadline:

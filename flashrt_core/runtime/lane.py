@@ -20,6 +20,8 @@ from flashrt_core.errors import LaneTimeout
 from flashrt_core.errors import TickDropped
 from flashrt_core.runtime.backend import Backend
 from flashrt_core.runtime.backend import Event
+from flashrt_core.runtime.graph import Graph
+from flashrt_core.runtime.graph import ShapeKey
 from flashrt_core.runtime.jobs import Call
 from flashrt_core.runtime.jobs import LaneFuture
 from flashrt_core.runtime.jobs import LaneResult
@@ -31,6 +33,8 @@ from flashrt_core.runtime.plan import Plan
 from flashrt_core.runtime.plan import Segment
 
 T = TypeVar('T')
+
+LEAD_S = 0.25e-3  # so long before the end of the running segment the next one is launched
 
 
 class SegmentGate(Protocol):
@@ -52,6 +56,10 @@ class Lane:
     own future only. The lane itself ends as ``wedged`` (a segment missed its time limit) or
     ``lost`` (a sticky device error): then ``fault`` says why, everything pending fails with it and
     every later submission raises it; the process is to hold, exit and be respawned.
+
+    The device does not wait for the host between two segments: the next one is launched LEAD_S
+    before the running one is expected to end. A verb or ``cancel`` that comes after that waits for
+    it too, so at most for LEAD_S and one segment. A lane with a gate launches nothing early.
 
     All methods may be called from any thread. Gradients are off on the lane thread.
 
@@ -81,7 +89,7 @@ class Lane:
         self._committed = True
         self._fault: LaneError | None = None
         self._events: list[tuple[Event, Event]] = []
-        self._expected_s: dict[tuple[Any, Any], float] = {}
+        self._took_s: dict[tuple[Graph, ShapeKey], float] = {}  # the last run of each
         self._thread = threading.Thread(target=self._main, name=f'lane-{name}', daemon=True)
 
     # -- what it is -------------------------------------------------------------------------
@@ -315,6 +323,7 @@ class Lane:
         plan, started = job.plan, time.perf_counter()
         segments = plan.segments
         segments_us: dict[str, float] = {}
+        launched = 0
         try:
             if job.before is not None and not job.future.cancelled():
                 job.before()
@@ -324,20 +333,29 @@ class Lane:
             for index, segment in enumerate(segments):
                 if self.gate is not None:
                     self.gate.admit(segment)
-                cut = self._cut_of(job)
-                if cut is not None:
-                    self._committed = True
-                    reject(job.future, cut(f'{index} of {len(segments)} segments'))
-                    return
-                self._committed = False
-                segments_us[segment.label] = self._do_segment(job, segment, index)
+                if launched == index:
+                    cut = self._cut_of(job)
+                    if cut is not None:
+                        self._committed = True
+                        reject(job.future, cut(f'{index} of {len(segments)} segments'))
+                        return
+                    launched += 1
+                    self._launch(segment, index)
+                took_s = self._took_s.get(_place(segment), 0.0)
+                ends_at = time.perf_counter() + took_s
+                if (took_s > 0.0 and index + 1 < len(segments) and self.gate is None
+                        and self._runs_until(ends_at - LEAD_S, index)
+                        and self._cut_of(job) is None):
+                    launched += 1
+                    self._launch(segments[index + 1], index + 1)
+                segments_us[segment.label] = self._end_of(job, segment, index, ends_at)
                 if self.gate is not None:
                     self.gate.done(segment)
             self._committed = True
             value = None if job.after is None else job.after()
         except BaseException as error:
             # Only the last segment writes STATE: a failure before it leaves the boundary intact.
-            if len(segments_us) < len(segments) - 1:
+            if launched < len(segments):
                 self._committed = True
             reject(job.future, self._checked(error))
             return
@@ -359,22 +377,31 @@ class Lane:
             return lambda done: TickDropped(f'plan {job.plan.name!r} was cancelled after {done}')
         return None
 
-    def _do_segment(self, job: Run, segment: Segment, index: int) -> float:
+    def _launch(self, segment: Segment, index: int) -> None:
         while len(self._events) <= index:
             self._events.append((self.backend.event(), self.backend.event()))
         begin, end = self._events[index]
-        where = (segment.graph, segment.key)
+        self._committed = False
         begin.record(self.stream)
         segment.graph.replay(segment.key, self)
         end.record(self.stream)
-        if not end.wait(job.timeout_s, self._expected_s.get(where, 0.0)):
+
+    def _runs_until(self, at: float, index: int) -> bool:
+        """Return True at that time if segment ``index`` still runs then, False once it ended."""
+        left_s = max(at - time.perf_counter(), 0.0)
+        return not self._events[index][1].wait(left_s, left_s + LEAD_S)
+
+    def _end_of(self, job: Run, segment: Segment, index: int, ends_at: float) -> float:
+        """Wait for the end of a launched segment and return its microseconds on the device."""
+        begin, end = self._events[index]
+        if not end.wait(job.timeout_s, max(ends_at - time.perf_counter(), 0.0)):
             error = LaneTimeout(
                 f'segment {segment.label!r} of plan {job.plan.name!r} did not finish within '
                 f'{job.timeout_s} s; lane {self.name!r} is wedged: hold and restart the process')
             self._fail('wedged', error)
             raise error
         elapsed_us = begin.elapsed_us(end)
-        self._expected_s[where] = elapsed_us * 1e-6
+        self._took_s[_place(segment)] = elapsed_us * 1e-6
         return elapsed_us
 
     # -- endings ----------------------------------------------------------------------------
@@ -420,3 +447,7 @@ class Lane:
                 futures.append(self._current)
         for future in futures:
             reject(future, fault or LaneClosed(f'lane {self.name!r} was closed'))
+
+
+def _place(segment: Segment) -> tuple[Graph, ShapeKey]:
+    return segment.graph, segment.key
