@@ -10,9 +10,14 @@ from flashrt_core.policies.pi0.config import Pi0Config
 
 
 class Reference:
-    """transformers' PI0 of the same sizes with random weights, called eagerly."""
+    """
+    transformers' PI0 of the same sizes with random weights.
 
-    def __init__(self, c: Pi0Config, device: torch.device) -> None:
+    :param compiled: its vision-language model and its expert go through ``torch.compile``, once
+        for each number of views, about a minute each.
+    """
+
+    def __init__(self, c: Pi0Config, device: torch.device, compiled: bool = False) -> None:
         from transformers import PI0Config
         from transformers import PI0ForConditionalGeneration
 
@@ -40,6 +45,9 @@ class Reference:
                 self._model = PI0ForConditionalGeneration(config).eval()
         finally:
             torch.set_default_dtype(before)
+        if compiled:
+            self._model.model.vlm.compile()
+            self._model.model.dit.compile()
         self._config, self._device = c, device
 
     def call(self, views: int) -> Callable[[], object]:

@@ -73,8 +73,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help='language tokens in all (default 48; of Pi0.5, with its state, 200)')
     parser.add_argument('--precision', choices=('bf16', 'fp8'), nargs='+', default=[''],
                         help="rows for each (default: the config's own)")
-    parser.add_argument('--reference', action='store_true',
-                        help="time transformers' PI0, eager, too")
+    parser.add_argument('--reference', choices=('eager', 'compiled'), nargs='+', default=[],
+                        help="time transformers' PI0, too")
 
 
 def run(arguments: argparse.Namespace) -> Report:
@@ -87,7 +87,8 @@ def run(arguments: argparse.Namespace) -> Report:
     if 'fp8' in arguments.precision and backend.name == 'cuda':
         of_fp8 = replace(ceilings, flops=fp8_rate(backend.device))
     report.details['ceilings'] = {**vars(ceilings), 'fp8_flops': of_fp8.flops}
-    reference = Reference(base, backend.device) if arguments.reference else None
+    peers = {f'transformers_{how}_ms': Reference(base, backend.device, how == 'compiled')
+             for how in arguments.reference}
     with TemporaryDirectory() as folder:
         scales = Path(folder) / 'scales.json'
         if 'fp8' in arguments.precision:
@@ -95,9 +96,8 @@ def run(arguments: argparse.Namespace) -> Report:
             make_scales(backend, in_precision(most, 'bf16', scales), scales)
         for views in arguments.views:
             known: dict[str, Actions] = {}
-            peer_ms = None
-            if reference is not None:
-                peer_ms = device_seconds(reference.call(views), backend.device, 5) * 1e3
+            peer_ms = {name: device_seconds(peer.call(views), backend.device, 5) * 1e3
+                       for name, peer in peers.items()}
             for precision in sorted(arguments.precision):
                 c = in_precision(with_branches(_with_views(base, views)), precision, scales)
                 begin = time.perf_counter()
@@ -112,7 +112,7 @@ def run(arguments: argparse.Namespace) -> Report:
                 finally:
                     session.close()
                 del session
-                report.add(**row, transformers_ms=peer_ms, bind_s=bound_s)
+                report.add(**row, **peer_ms, bind_s=bound_s)
                 report.rows += [{TABLE: r[TABLE], 'precision': row['precision'], **r}
                                 for r in state]
                 print(f'{views} views, {row["precision"]}: {row["tick_p50_ms"]:.2f} ms',

@@ -17,7 +17,7 @@ from flashrt_core.policies.pi0.config import PI05
 def test_the_bench_reports_segments_floor_and_cosine_for_each_number_of_views(
         tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(['vla', '--config', 'tiny', '--device', 'cpu', '--views', '1', '2', '--repeats',
-                 '3', '--prompt', '8', '--out', str(tmp_path)]) == 0
+                 '3', '--prompt', '8', '--reference', 'eager', '--out', str(tmp_path)]) == 0
     assert 'denoise_ms' in capsys.readouterr().out
     (path,) = tmp_path.glob('vla-*.json')
     every = json.loads(path.read_text())['rows']
@@ -28,7 +28,8 @@ def test_the_bench_reports_segments_floor_and_cosine_for_each_number_of_views(
     assert all(row['exact'] for row in every if row.get('table', '').startswith('state'))
     for row in rows:
         assert row['cosine'] > 0.999999 and row['forward'] == 'model'
-        assert all(row[f'{name}_ms'] > 0 for name in ('vision', 'prefix', 'denoise', 'floor'))
+        assert all(row[f'{name}_ms'] > 0 for name in (
+            'vision', 'prefix', 'denoise', 'floor', 'transformers_eager'))
 
 
 def test_the_bench_runs_pi05_whose_state_is_part_of_its_language(
