@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Iterator
+import os
 from pathlib import Path
 import sys
 import time
@@ -20,6 +21,8 @@ settings.register_profile('suite', deadline=None, derandomize=True)
 settings.load_profile('suite')
 sys.path.insert(0, str(Path(__file__).parent / 'core'))  # helpers: _poison
 
+MOST_WORKERS = 12  # each holds torch and its models: 1 to 2 GB
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add ``--stress N``: the factor on full stress counts."""
@@ -27,8 +30,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
                      help='factor on the full stress counts (default 0.1, 1 = full)')
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Answer ``-n auto``: more than the cores, as ROS tests mostly wait; none for one file."""
+    if len(config.args) == 1 and '.py' in config.args[0]:
+        return 0
+    return min(len(os.sched_getaffinity(0)) + 2, MOST_WORKERS)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a CUDA device where there is none."""
+    """Begin with the files that take long; skip what needs a CUDA device where there is none."""
+    long = {item.path for item in items if item.get_closest_marker('slow')}
+    items.sort(key=lambda item: item.path not in long)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason='no CUDA device')
