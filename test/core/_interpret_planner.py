@@ -61,8 +61,9 @@ def delta_chunk_() -> None:
 
 def prefill_attention_() -> None:
     """Tokens at the begin and at an offset, all or few of them valid, behind dead keys."""
-    for T, length, position in ((16, 16, 0), (16, 1, 100), (40, 33, 64)):
-        assert prefill_attention.check(CPU, SINGLE, 6, 2, 32, T, length, position, EXACT)
+    for prefill_attention.PROGRAMS in (1, 12):  # one split of the keys, and several
+        for T, length, position in ((16, 16, 0), (16, 1, 100), (40, 33, 64), (16, 9, 300)):
+            assert prefill_attention.check(CPU, SINGLE, 6, 2, 32, T, length, position, EXACT)
     assert prefill_attention.check(CPU, SINGLE, 6, 2, 32, 16, 9, 70, EXACT, E4M3)
 
 

@@ -95,6 +95,8 @@ def chunk(c: Qwen35Config, b: Tensors, tokens: Tensor, position: Tensor, length:
     attended, mixed = torch.empty_like(q), x.new_empty((T, c.value_heads, c.value_dim))
     rule = delta_chunk.DeltaChunk(T, c.value_heads, c.key_heads, c.key_dim, c.value_dim, x.dtype,
                                   x.device)
+    attend = prefill_attention.PrefillAttention(T, c.heads, c.kv_heads, c.head_dim, x.device,
+                                                overlaps(x.device))
     y = multiply.norm(x, None, 'layers.0.norm1')
     for i in range(c.layers):
         w = f'layers.{i}'
@@ -102,8 +104,7 @@ def chunk(c: Qwen35Config, b: Tensors, tokens: Tensor, position: Tensor, length:
             proj = multiply(y, f'{w}.qkv')
             token_rows.heads(proj, b[f'{w}.q_norm'], b[f'{w}.k_norm'], cos, sin, slots, q,
                              b[f'kv.{i}'], c.eps)
-            prefill_attention.attention(q, b[f'kv.{i}'], _gate(c, proj), attended, position,
-                                        length)
+            attend(q, b[f'kv.{i}'], _gate(c, proj), attended, position, length)
             z = multiply(attended.view(T, c.q_dim), f'{w}.out')
         else:
             channels, gate, a, beta = _split(c, multiply(y, f'{w}.mix'))
