@@ -24,6 +24,7 @@ from flashrt_core.bench._vla_precision import in_precision
 from flashrt_core.bench._vla_precision import make_scales
 from flashrt_core.bench._vla_state import state_rows
 from flashrt_core.bench._vla_state import with_branches
+from flashrt_core.bench._vla_variants import variant_rows
 from flashrt_core.command_line import whole_number
 from flashrt_core.kernels import _triton
 from flashrt_core.nn import fp8
@@ -75,6 +76,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="rows for each (default: the config's own)")
     parser.add_argument('--reference', choices=('eager', 'compiled'), nargs='+', default=[],
                         help="time transformers' PI0, too")
+    parser.add_argument('--variants', action='store_true',
+                        help='bind again to time guided ticks and ticks that keep a camera')
 
 
 def run(arguments: argparse.Namespace) -> Report:
@@ -112,6 +115,10 @@ def run(arguments: argparse.Namespace) -> Report:
                 finally:
                     session.close()
                 del session
+                if arguments.variants:
+                    plain = in_precision(_with_views(base, views), precision, scales)
+                    state += variant_rows(
+                        backend, plain, _inputs(c, min(arguments.repeats, STATE_REPEATS)))
                 report.add(**row, **peer_ms, bind_s=bound_s)
                 report.rows += [{TABLE: r[TABLE], 'precision': row['precision'], **r}
                                 for r in state]

@@ -17,15 +17,16 @@ from flashrt_core.policies.pi0.config import PI05
 def test_the_bench_reports_segments_floor_and_cosine_for_each_number_of_views(
         tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(['vla', '--config', 'tiny', '--device', 'cpu', '--views', '1', '2', '--repeats',
-                 '3', '--prompt', '8', '--reference', 'eager', '--out', str(tmp_path)]) == 0
+                 '3', '--prompt', '8', '--reference', 'eager', '--variants', '--out',
+                 str(tmp_path)]) == 0
     assert 'denoise_ms' in capsys.readouterr().out
     (path,) = tmp_path.glob('vla-*.json')
     every = json.loads(path.read_text())['rows']
     rows = [row for row in every if 'table' not in row]
     assert [row['views'] for row in rows] == [1, 2]
     assert {row['table'] for row in every if 'table' in row} == {
-        f'{table}, {n} views' for table in ('ticks', 'state') for n in (1, 2)}
-    assert all(row['exact'] for row in every if row.get('table', '').startswith('state'))
+        f'{table}, {n} views' for table in ('ticks', 'state', 'variants') for n in (1, 2)}
+    assert all(row['exact'] for row in every if row.get('table', '').startswith(('state', 'variants')))
     for row in rows:
         assert row['cosine'] > 0.999999 and row['forward'] == 'model'
         assert all(row[f'{name}_ms'] > 0 for name in (
