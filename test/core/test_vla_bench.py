@@ -26,7 +26,8 @@ def test_the_bench_reports_segments_floor_and_cosine_for_each_number_of_views(
     assert [row['views'] for row in rows] == [1, 2]
     assert {row['table'] for row in every if 'table' in row} == {
         f'{table}, {n} views' for table in ('ticks', 'state', 'variants') for n in (1, 2)}
-    assert all(row['exact'] for row in every if row.get('table', '').startswith(('state', 'variants')))
+    assert all(row['exact'] for row in every if 'exact' in row)
+    assert sum('exact' in row for row in every) == 16
     for row in rows:
         assert row['cosine'] > 0.999999 and row['forward'] == 'model'
         assert all(row[f'{name}_ms'] > 0 for name in (
