@@ -1,5 +1,6 @@
 """The capsule: execution state at a committed boundary, frozen, restored, forked, rolled back."""
 
+from .arrival import Arrival
 from .boundary import Boundary
 from .hashing import weights_digest
 from .identity import config_fields
@@ -13,9 +14,11 @@ from .records import check_id
 from .records import RestoreReport
 from .records import StoreEvent
 from .records import TierUsage
+from .stages import Stages
 from .store import CapsuleStore
 
 __all__ = [
+    'Arrival',
     'Boundary',
     'Capsule',
     'CapsuleInfo',
@@ -24,6 +27,7 @@ __all__ = [
     'Identity',
     'Mark',
     'RestoreReport',
+    'Stages',
     'StoreEvent',
     'TierUsage',
     'check_id',

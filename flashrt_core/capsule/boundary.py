@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from ..runtime import Lane
     from .marks import Mark
     from .marks import MarkRing
+    from .stages import Stages
 
 PACK_ALIGN = 256
 
@@ -95,6 +96,7 @@ class Boundary:
     :param session: name under which the store files this session's capsules.
     :param lane: the session's lane; asked whether the state is committed. None only where no
         plan runs (tests, tools).
+    :param stages: in which state arrives while the next plan runs; None: restores end first.
     :raises BoundaryIncomplete: a live STATE buffer is not in `order`, or a name in it is not one.
     """
 
@@ -108,9 +110,11 @@ class Boundary:
         order: Sequence[str] | None = None,
         session: str = '',
         lane: Lane | None = None,
+        stages: Stages | None = None,
     ) -> None:
         self.buffers = buffers
         self.lane = lane
+        self.stages = stages
         self.session = check_id(session, 'session name') if session else ''
         self.poisoned: str | None = None
         self.parent = ''
@@ -124,6 +128,8 @@ class Boundary:
         live = {buffer.name: buffer for buffer in buffers.state()}
         names = list(live) if order is None else list(order)
         _check_names(names, live)
+        if stages is not None:
+            _check_names([name for stage in stages.names for name in stage], live)
         arena = buffers.arena
         self._arena = arena.data_ptr() if arena.numel() else 0
         self._arena_row = int(arena.shape[-1]) * arena.element_size() if arena.numel() else 0
@@ -239,6 +245,30 @@ class Boundary:
                 self._packings.clear()
             self._packings[key] = known
         return known
+
+    def staged(self, extents: Mapping[str, int]) -> list[list[Piece]]:
+        """The pieces of a packed state by the stage in which they arrive, each in packed order.
+
+        Every byte is in one of them; the gap behind a small buffer comes with it.
+        """
+        assert self.stages is not None
+        stage_of = {n: i for i, names in enumerate(self.stages.names) for n in names}
+        found: list[list[Piece]] = [[] for _ in self.stages.names]
+        for piece in self.packing(extents).pieces:
+            end = piece.address + piece.nbytes
+            inside = sorted((e.address, stage_of[e.name]) for e in self.entries
+                            if self._shown(e) and piece.address <= e.address < end)
+            cuts = [piece.address, *(address for address, _ in inside[1:]), end]
+            for (_, stage), low, high in zip(inside, cuts, cuts[1:]):
+                packed = piece.packed + low - piece.address
+                last = found[stage][-1] if found[stage] else None
+                if last is not None and last.packed + last.nbytes == packed and (
+                    last.address + last.nbytes == low
+                ):
+                    last = found[stage].pop()
+                    packed, low = last.packed, last.address
+                found[stage].append(Piece(packed, low, piece.row_stride, high - low, piece.small))
+        return found
 
     def note_kv_rewrite(self, from_token: int) -> None:
         """Say that KV from this token on is about to be overwritten: marks above it die."""

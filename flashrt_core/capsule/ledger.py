@@ -19,6 +19,7 @@ from ..errors import CapsuleExists
 from ..errors import CapsuleNotFound
 from .arena import Place
 from .boundary import Boundary
+from .boundary import Piece
 from .disk import Key
 from .format import Header
 from .records import CapsuleInfo
@@ -41,17 +42,27 @@ class Thawed:
     copies: Copies
 
 
+@dataclass(frozen=True)
+class Arriving:
+    """The same for one that arrives in stages: live pieces, and copies to live memory, of each."""
+
+    boundary: ReferenceType[Boundary]
+    place: Place
+    pieces: list[list[Piece]]
+    copies: list[list[tuple[int, int, int]]]
+
+
 class Capsule:
     """Immutable state bytes and the store's notes about them.
 
     `header` and the bytes at `place` never change once it is published. `leases` counts the copies
-    that read or write the place now: its pages are given back only at zero. `fits` and `thawed`
-    remember the last session it was checked for and the copies of its last restore.
+    that read or write the place now: its pages are given back only at zero. `fits`, `thawed` and
+    `arriving` remember the last session it was checked for and the copies of its last restores.
     """
 
     __slots__ = (
-        '_shown', 'dropped', 'fits', 'header', 'key', 'last_use', 'leases', 'on_disk', 'pinned',
-        'place', 'saving', 'spill', 'thawed',
+        '_shown', 'arriving', 'dropped', 'fits', 'header', 'key', 'last_use', 'leases', 'on_disk',
+        'pinned', 'place', 'saving', 'spill', 'thawed',
     )
 
     def __init__(self, key: Key, header: Header, place: Place | None, pinned: bool) -> None:
@@ -67,6 +78,7 @@ class Capsule:
         self.saving: Future[CapsuleInfo] | None = None
         self.fits: tuple[ReferenceType[Boundary], bool] | None = None
         self.thawed: Thawed | None = None
+        self.arriving: Arriving | None = None
         self._shown = header.info
 
     @property

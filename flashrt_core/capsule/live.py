@@ -14,13 +14,16 @@ import weakref
 import numpy as np
 import torch
 
+from ..errors import BoundaryIncomplete
 from ..errors import CapsuleCorrupt
 from ..errors import ConfigError
 from ..errors import FlashrtError
+from ..errors import IdentityMismatch
 from ..errors import SessionPoisoned
 from ..runtime import Backend
 from .boundary import Boundary
 from .boundary import Piece
+from .identity import describe_diff
 from .ledger import Capsule
 from .ledger import Thawed
 from .records import Tier
@@ -29,7 +32,6 @@ from .transfers import Copies
 from .transfers import match
 
 Written = tuple[torch.Tensor, Any]
-_NOTHING = Copies(np.empty((0, 3), np.int64))
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,10 @@ class Live:
 
     def wait(self, boundary: Boundary) -> None:
         """Wait for copies submitted by torch on the boundary's stream."""
-        self._move(boundary, _NOTHING, 'gpu')
+        if boundary.lane is None:
+            self._backend.synchronize()
+        else:
+            self._tiers.mover.wait(boundary.lane.stream)
 
     def _prove(self, boundary: Boundary, capsule: Capsule, copies: Copies) -> None:
         mover, stream = self._tiers.mover, _stream(boundary)
@@ -225,6 +230,45 @@ def write(written: Sequence[Written]) -> None:
                 target.copy_(value)
             else:
                 target.fill_(value)
+
+
+def check_fits(boundary: Boundary, capsule: Capsule, numerics: str) -> bool:
+    """Whether numerics agree; raises IdentityMismatch where the capsule must not be used.
+
+    :raises CapsuleCorrupt: it says that its layout is the session's, and it is not.
+    """
+    if numerics not in ('same', 'any'):
+        raise ConfigError(f"numerics is {numerics!r}: use 'same' or 'any'")
+    if capsule.fits is not None and capsule.fits[0]() is boundary:
+        if capsule.fits[1] or numerics == 'any':
+            return capsule.fits[1]
+    info = capsule.header.info
+    mine, theirs = boundary.identity, info.identity
+    if mine is not theirs and mine != theirs:
+        found = mine.diff(theirs)
+        if mine.layout_digest != theirs.layout_digest:
+            raise IdentityMismatch(
+                f'capsule {info.id!r} has another layout and is never restored here: '
+                f'{describe_diff(f for f in found if f[0] == "layout")}'
+            )
+        if numerics == 'same':
+            raise IdentityMismatch(
+                f'capsule {info.id!r} was computed with other numerics: '
+                f"{describe_diff(found)}; numerics='any' restores it, not bit-exact"
+            )
+    try:
+        packing = boundary.packing(boundary.check_extents(info.extents))
+    except BoundaryIncomplete as error:
+        raise CapsuleCorrupt(f'capsule {info.id!r} is refused: {error}') from None
+    header = capsule.header
+    if (header.tensors, header.data_bytes) != (packing.tensors, packing.nbytes):
+        raise CapsuleCorrupt(
+            f'capsule {info.id!r} says it has this layout, but its tensors differ from the '
+            "session's buffers: it was made by hand or damaged; drop it"
+        )
+    same = mine.numerics_digest == theirs.numerics_digest
+    capsule.fits = (weakref.ref(boundary), same)
+    return same
 
 
 def _stream(boundary: Boundary) -> Any:

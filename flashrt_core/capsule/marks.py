@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..errors import ContractError
 from ..errors import MarkDead
 from .boundary import Boundary
 
@@ -62,11 +63,34 @@ class MarkRing:
 
     def take(self, boundary: Boundary) -> Mark:
         """Copy the small state now; the oldest mark dies if all slots are taken."""
-        if not self._free:
-            self._drop(self._marks[0], f'the ring holds {self.depth} marks and newer ones came')
-        slot = self._free.pop()
+        slot = self.claim()
         for saved, live in zip(self._saved[slot], self._live):
             saved.copy_(live)
+        return self.note(boundary, slot)
+
+    def claim(self) -> int:
+        """Take a slot off the ring, for `note` or `give`; the oldest mark dies if none is free."""
+        if not self._free:
+            self._drop(self._marks[0], f'the ring holds {self.depth} marks and newer ones came')
+        return self._free.pop()
+
+    def give(self, slot: int) -> None:
+        """Put a claimed slot back; its mark, if it was noted, is dead."""
+        for mark in self._marks:
+            if mark.slot == slot:
+                self._drop(mark, 'what it would hold did not arrive')
+                return
+        self._free.append(slot)
+
+    def place(self, slot: int, address: int) -> int:
+        """The address in a slot where the small state at a live address is kept."""
+        for saved, live in zip(self._saved[slot], self._live):
+            if live.data_ptr() <= address < live.data_ptr() + live.numel():
+                return saved.data_ptr() + address - live.data_ptr()
+        raise ContractError(f'{address:#x} is no address of the small state')
+
+    def note(self, boundary: Boundary, slot: int) -> Mark:
+        """Make a claimed slot, which holds the small state of now or will, the newest mark."""
         mark = Mark(
             boundary.position(),
             boundary.extents(),

@@ -102,6 +102,7 @@ class RestoreReport:
     :param copy_us: of these, submission to completion of the copies.
     :param bit_exact: whether the next tick is promised bit for bit.
     :param source: the tier the bytes came from, or 'mark'.
+    :param overlapped: the copies ran beside the session's next plan; `us` ends with the last one.
     """
 
     id: str
@@ -112,6 +113,7 @@ class RestoreReport:
     source: str = 'gpu'
     position: int = 0
     rows: tuple[int, ...] = (0,)
+    overlapped: bool = False
 
 
 @dataclass(frozen=True)

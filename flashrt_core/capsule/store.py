@@ -12,23 +12,21 @@ from pathlib import Path
 import time
 from typing import Any
 from typing import Literal
-import weakref
 
-from ..errors import BoundaryIncomplete
 from ..errors import CapsuleCorrupt
 from ..errors import CapsuleError
 from ..errors import ConfigError
-from ..errors import IdentityMismatch
 from ..errors import MarkDead
 from ..errors import TierUnavailable
 from ..runtime import Backend
+from .arrival import Arrival
 from .boundary import Boundary
 from .disk import DiskTier
 from .format import GAP
 from .format import Header
-from .identity import describe_diff
 from .ledger import Capsule
 from .ledger import Ledger
+from .live import check_fits
 from .live import check_overrides
 from .live import Continuation
 from .live import Live
@@ -197,7 +195,7 @@ class CapsuleStore:
             boundary.check_thread()
             chosen = boundary.check_rows(rows)
             capsule = self._ledger.find(boundary.session if session is None else session, id)
-            same = self._check_fits(boundary, capsule, numerics)
+            same = check_fits(boundary, capsule, numerics)
             written = check_overrides(boundary, overrides or {}, chosen)
             _check_proof(proof, continuation)
             exact = same and capsule.header.info.bit_exact
@@ -231,51 +229,65 @@ class CapsuleStore:
                 rows=chosen,
             )
 
-    def _check_fits(self, boundary: Boundary, capsule: Capsule, numerics: str) -> bool:
-        """Whether numerics agree; raises IdentityMismatch where the capsule must not be used."""
-        if numerics not in ('same', 'any'):
-            raise ConfigError(f"numerics is {numerics!r}: use 'same' or 'any'")
-        if capsule.fits is not None and capsule.fits[0]() is boundary:
-            if capsule.fits[1] or numerics == 'any':
-                return capsule.fits[1]
-        info = capsule.header.info
-        mine, theirs = boundary.identity, info.identity
-        if mine is not theirs and mine != theirs:
-            found = mine.diff(theirs)
-            if mine.layout_digest != theirs.layout_digest:
-                raise IdentityMismatch(
-                    f'capsule {info.id!r} has another layout and is never restored here: '
-                    f'{describe_diff(f for f in found if f[0] == "layout")}'
-                )
-            if numerics == 'same':
-                raise IdentityMismatch(
-                    f'capsule {info.id!r} was computed with other numerics: '
-                    f"{describe_diff(found)}; numerics='any' restores it, not bit-exact"
-                )
-        try:
-            packing = boundary.packing(boundary.check_extents(info.extents))
-        except BoundaryIncomplete as error:
-            raise CapsuleCorrupt(f'capsule {info.id!r} is refused: {error}') from None
-        header = capsule.header
-        if (header.tensors, header.data_bytes) != (packing.tensors, packing.nbytes):
-            raise CapsuleCorrupt(
-                f'capsule {info.id!r} says it has this layout, but its tensors differ from the '
-                "session's buffers: it was made by hand or damaged; drop it"
-            )
-        same = mine.numerics_digest == theirs.numerics_digest
-        capsule.fits = (weakref.ref(boundary), same)
-        return same
+    def start_restore(
+        self, boundary: Boundary, id: str, *, numerics: str = 'same', session: str | None = None
+    ) -> Arrival:
+        """Begin a restore that the session's next plan, launched now, goes on with meanwhile.
+
+        From host memory, or a file read into it, the copies then run beside that plan, if the
+        boundary has stages; `finish` of the result ends them after it, and until then the session
+        is poisoned and the capsule leased. From the gpu tier all is restored on return. A
+        planner's `restore_and_append` does this as one operation.
+
+        Parameters and errors as of `restore`.
+        """
+        started = time.perf_counter()
+        with self._ledger.counted(id):
+            boundary.check_thread()
+            capsule = self._ledger.find(boundary.session if session is None else session, id)
+            exact = check_fits(boundary, capsule, numerics) and capsule.header.info.bit_exact
+            if capsule.tier == 'gpu' or boundary.stages is None or boundary.lane is None:
+                report = self.restore(boundary, id, numerics=numerics, session=session)
+                return Arrival.of(report)
+            self._tiers.lease(capsule)
+            arrival = Arrival(self._tiers, self._live, boundary, capsule, exact, started)
+            return arrival.start(lambda slot: self._adopt(boundary, capsule, (0,), exact, slot))
+
+    def peek(
+        self, boundary: Boundary, id: str, name: str, *, numerics: str = 'same',
+        session: str | None = None,
+    ) -> tuple[CapsuleInfo, bytes]:
+        """A capsule's info and the bytes of one of its small state buffers; any thread.
+
+        Reads a file into host memory first. :raises: as `restore`, before anything is done.
+        """
+        with self._ledger.counted(id):
+            capsule = self._ledger.find(boundary.session if session is None else session, id)
+            check_fits(boundary, capsule, numerics)
+            row = next(row for row in capsule.header.tensors if row.name == name)
+            with self._tiers.leased(capsule):
+                if capsule.place is None:
+                    self._tiers.load(capsule)
+                found = b''.join(self._tiers.read(capsule, row.begin, row.end))
+            return capsule.info, found
 
     def _adopt(
-        self, boundary: Boundary, capsule: Capsule, rows: tuple[int, ...], exact: bool
+        self, boundary: Boundary, capsule: Capsule, rows: tuple[int, ...], exact: bool,
+        slot: int | None = None,
     ) -> None:
-        """Lineage, the session's hooks, and the restored state as the first mark of its line."""
+        """Lineage, the session's hooks, and the restored state as the first mark of its line.
+
+        :param slot: of the ring, which is to hold that state by then; None copies it now.
+        """
         if 0 in rows:
             boundary.adopt(capsule.key[1], exact)
         for hook in boundary.on_restore:
             hook(capsule.info, rows)
         if 0 in rows and boundary.ring is not None:
-            boundary.ring.take(boundary)
+            if slot is None:
+                boundary.ring.take(boundary)
+            else:
+                boundary.ring.note(boundary, slot)
 
     # -- marks: lane thread -----------------------------------------------------------------
 

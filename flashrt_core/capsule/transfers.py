@@ -118,7 +118,7 @@ class Mover:
         self._cuda = backend.name == 'cuda'
         self._device_lock, self._host_lock = threading.Lock(), threading.Lock()
         self._stream = backend.stream(0)
-        self._host_event = backend.event()
+        self._host_event, self._device_event = backend.event(), backend.event()
         self._table = CopyTable(backend, CAPACITY)
         self._digests = DigestTable(backend, CAPACITY)
 
@@ -131,7 +131,7 @@ class Mover:
             for part in copies.parts:
                 self._table.fill(part)
                 self._table.submit(stream or self._stream)
-            _wait(self._table.event, copies.nbytes)
+            wait_for(self._table.event, copies.nbytes)
 
     def host(self, copies: Copies, stream: Any = None) -> None:
         """Copy between device and pinned host memory and wait."""
@@ -142,7 +142,21 @@ class Mover:
         with self._host_lock:
             self._submit_host(copies.joined, (stream or self._stream).cuda_stream)
             self._host_event.record(stream or self._stream)
-            _wait(self._host_event, copies.nbytes)
+            wait_for(self._host_event, copies.nbytes)
+
+    def start(self, ranges: list[tuple[int, int, int]], stream: Any) -> None:
+        """Submit (source, target, bytes) in this order to a stream; on the cpu they are done."""
+        if self._cuda:
+            self._submit_host(ranges, stream.cuda_stream)
+            return
+        for source, target, size in ranges:
+            ctypes.memmove(target, source, size)
+
+    def wait(self, stream: Any = None) -> None:
+        """Wait for what torch has submitted to a stream, by the device's or the lane's."""
+        with self._device_lock:
+            self._device_event.record(stream or self._stream)
+            wait_for(self._device_event, 0)
 
     def digest(self, copies: Copies, side: int, stream: Any = None) -> tuple[int, ...]:
         """Digests of one side of copies (0 source, 1 target): equal lists of equal cuts agree."""
@@ -168,7 +182,7 @@ class Mover:
                     raise CapsuleError(f'the driver refused a copy of {size} bytes: {status}')
 
 
-def _wait(event: Event, nbytes: int) -> None:
+def wait_for(event: Event, nbytes: int) -> None:
     """Wait for a submission; the first millisecond without a pause."""
     spin_until = time.perf_counter() + SPIN_S
     while not event.query():

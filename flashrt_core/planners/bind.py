@@ -15,6 +15,7 @@ from flashrt_core.capsule import Boundary
 from flashrt_core.capsule import config_fields
 from flashrt_core.capsule import Identity
 from flashrt_core.capsule import numerics_of
+from flashrt_core.capsule import Stages
 from flashrt_core.capsule import weights_digest
 from flashrt_core.capsule.marks import MarkRing
 from flashrt_core.planners import layout
@@ -91,8 +92,10 @@ def bind(
     forward = family.forward_of(c, backend.device)
     memory = forward.state_specs(c)
     mtp = any(spec.name == layout.MTP_KV for spec in memory)
-    model = Model(c, forward, mtp)
     state = layout.state_specs(memory, c.width, c.vocab, c.context, c.torch_dtype)
+    order, waits = layout.arrival_order(memory, state)
+    stages = Stages(backend, order)
+    model = Model(c, forward, mtp, stages, waits)
     specs = [*state, *layout.session_specs(s, c.vocab), *forward.scratch_specs(c),
              *forward.weight_specs(c)]
     buffers = BufferSet(backend, specs, name=family.name)
@@ -117,7 +120,7 @@ def bind(
         if branches is not None:
             own_plans = capture_branches(model, s, buffers, branches, lane, ready)
             room = BranchRoom(branches, own_plans, s.tail_tokens, s.branch_keys)
-        for i, plan in enumerate(plans.values()):
+        for i, plan in enumerate(dict.fromkeys(plans.values())):
             tell('warm up', i / len(plans))
             lane.run(plan, ready).result()
         lane.call(lambda: reset_state(buffers)).result()
@@ -133,6 +136,7 @@ def bind(
             order=[spec.name for spec in state],
             session=family.name,
             lane=lane,
+            stages=stages,
         )
         runner = Runner(lane, boundary, mirror, MarkRing(backend, boundary, 1))
     except BaseException:
@@ -158,9 +162,9 @@ def capture_trunk(model: Model, s: Settings, buffers: BufferSet, lane: Lane,
                   ready: Callable[[], None], tell: Progress) -> Plans:
     """Capture every graph key of the live session and return its plans by (kind, *key)."""
     graphs = trunk_graphs(model, buffers)
+    chunks = chunk_keys(model, s)
     wanted: list[tuple[tuple[Any, ...], list[tuple[str, tuple[Any, ...]]]]] = [
-        (('chunk', *key), [('chunk', key)])
-        for key in graph_keys(s.prefill_keys, s.smallest_span, model.c.context)
+        (('chunk', *key), [('chunk', key)]) for key in dict.fromkeys(chunks.values())
     ]
     for greedy in (True, False):
         wanted += [((kind, greedy), [(kind, (greedy,))]) for kind in ('sample', 'step')]
@@ -175,8 +179,21 @@ def capture_trunk(model: Model, s: Settings, buffers: BufferSet, lane: Lane,
     for i, (name, segments) in enumerate(wanted):
         tell('capture', i / len(wanted))
         plans[name] = make_plan(name, graphs, segments, lane, ready)
+    plans |= {('chunk', *key): plans['chunk', *captured] for key, captured in chunks.items()}
     tell('capture', 1.0)
     return plans
+
+
+def chunk_keys(model: Model, s: Settings) -> dict[tuple[int, int], tuple[int, int]]:
+    """Return by each key of a chunk plan the key of the graph that runs it.
+
+    A family whose ``READS_SPAN`` is False reads as many keys as there are, whatever the span: one
+    graph a chunk size does.
+    """
+    context = model.c.context
+    reads_span = getattr(model.forward, 'READS_SPAN', True)
+    return {key: key if reads_span else (key[0], context)
+            for key in graph_keys(s.prefill_keys, s.smallest_span, context)}
 
 
 def capture_branches(model: Model, s: Settings, buffers: BufferSet, branches: BufferSet,

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashrt_core.capsule import Stages
 from flashrt_core.planners import layout
 from flashrt_core.planners.memory import Branched
 from flashrt_core.planners.memory import Live
@@ -36,11 +37,22 @@ NOTE_ROWS = 16  # tokens of a branch that one segment of a commit notes for MTP
 
 @dataclass(frozen=True)
 class Model:
-    """A family's config and functions as the segments need them; ``mtp``: has such a head."""
+    """A family's config and functions as the segments need them; ``mtp``: has such a head.
+
+    ``stages`` in which a capsule's state may still arrive while a chunk runs; ``waits``: the one
+    that a layer waits for.
+    """
 
     c: Any
     forward: Any
     mtp: bool
+    stages: Stages
+    waits: Mapping[int, int]
+
+    def arrived(self, layer: int) -> None:
+        """Wait until the state of a layer, and of those before the next that waits, is there."""
+        if layer in self.waits:
+            self.stages.wait(self.waits[layer])
 
 
 def make_graph(
@@ -150,7 +162,9 @@ def chunk_body(model: Model, b: Views, key: ShapeKey) -> None:
     copy_in(b, 'tokens', 'control')
     length, position = b['input.control'][layout.LENGTH], b['position']
     tokens = b['input.tokens'][:T]
-    hidden = model.forward.chunk(model.c, b, tokens, position, length, span)  # [T, D]
+    hidden = model.forward.chunk(model.c, b, tokens, position, length, span,
+                                 model.arrived)  # [T, D]
+    model.stages.wait(len(model.stages) - 1)
     if model.mtp:
         # The pair before the first token of all does not exist: shift past it.
         skipped = (position == 0).long()

@@ -76,6 +76,24 @@ def state_specs(memory: Sequence[BufferSpec], width: int, vocab: int, context: i
     )]
 
 
+def arrival_order(memory: Sequence[BufferSpec], state: Sequence[BufferSpec]
+                  ) -> tuple[list[list[str]], dict[int, int]]:
+    """Return the stages in which state arrives, and by layer which of them it waits for.
+
+    What is not of a layer comes first, MTP's KV last; in between each layer that attends begins a
+    stage, which takes along what the layers after it keep. A layer not named waits for nothing.
+    """
+    stages = [[spec.name for spec in state if spec not in memory]]
+    waits: dict[int, int] = {}
+    for spec in memory:
+        if spec.kind is Kind.KV or len(stages) == 1:
+            if spec.name != MTP_KV:
+                waits[int(spec.name.rsplit('.', 1)[-1])] = len(stages)
+            stages.append([])
+        stages[-1].append(spec.name)
+    return stages, waits
+
+
 def session_specs(s: Settings, vocab: int) -> list[BufferSpec]:
     """Return inputs, outputs and scratch of the shared session."""
     drafts = max(1, s.draft_tokens)

@@ -20,6 +20,7 @@ from typing import TypeVar
 import numpy as np
 
 from flashrt_core.errors import BranchesLive
+from flashrt_core.errors import CapsuleError
 from flashrt_core.errors import LaneBusy
 from flashrt_core.errors import NotAtBoundary
 from flashrt_core.errors import TickDropped
@@ -31,8 +32,10 @@ from flashrt_core.runtime import LaneFuture
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from flashrt_core.capsule import Arrival
     from flashrt_core.capsule import Boundary
     from flashrt_core.capsule import Mark
+    from flashrt_core.capsule import RestoreReport
     from flashrt_core.capsule.marks import MarkRing
     from flashrt_core.planners.grammar import Matcher
     from flashrt_core.planners.options import Options
@@ -88,12 +91,14 @@ class Inputs:
 class Job:
     """One plan of an operation: ``fill`` writes its inputs, ``land`` reads its outputs.
 
-    Without a plan ``land`` itself is what is done between the plans.
+    Without a plan ``land`` itself is what is done between the plans. ``restore`` begins a restore
+    that the plan goes on from.
     """
 
     plan: Plan | None
     fill: Callable[[], None]
     land: Callable[[], Any]
+    restore: Callable[[], Arrival] | None = None
 
 
 @dataclass(frozen=True)
@@ -130,6 +135,7 @@ class Operation(LaneFuture[T], Generic[T]):
         self.plans = plans
         self.epoch = epoch
         self.results: list[Any] = []
+        self.restored: RestoreReport | None = None
         self.error: BaseException | None = None
         self._lock = threading.Lock()
         self._left = plans
@@ -178,6 +184,7 @@ class Runner:
         self._undo_always = lane.backend.name == 'cpu'
         self._lock = threading.RLock()
         self._operation: Operation[Any] | None = None
+        self._arrival: Arrival | None = None
 
     @property
     def busy(self) -> str:
@@ -186,24 +193,26 @@ class Runner:
         return '' if operation is None else operation.name
 
     @contextmanager
-    def starting(self, tenant: Tenant | None = None) -> Iterator[int]:
+    def starting(self, tenant: Tenant | None = None, restores: bool = False) -> Iterator[int]:
         """Hold the lock to begin an operation of the trunk, or of its live ``tenant``.
 
         Gives the epoch, to be read before the mirror: an operation made of what a restore is just
-        changing carries the old one and is dropped.
+        changing carries the old one and is dropped. One that ``restores`` may begin whatever the
+        state is, and ends the branches.
 
         :raises LaneBusy: something runs. :raises BranchesLive: others have the trunk.
         :raises SessionPoisoned: a restore failed half-way.
         """
         with self._lock:
             epoch = self.mirror.epoch
-            self.boundary.check_usable()
+            if not restores:
+                self.boundary.check_usable()
             if self._operation is not None:
                 raise LaneBusy(
                     f'the session is busy with {self.busy}; wait for its future or cancel it'
                 )
             held = self.tenant
-            if held is not None and held.live and held is not tenant:
+            if held is not None and held.live and held is not tenant and not restores:
                 raise BranchesLive(
                     f'{held.count} branches are live and the trunk stands still; commit one of '
                     'them or drop them first'
@@ -228,12 +237,13 @@ class Runner:
         ended = partial(self._ended, operation, finish, failed)
         for i, job in enumerate(jobs):
             before = partial(self._before, operation, job)
+            after = partial(self._after, operation, job)
             run: Future[Any]
             try:
                 if job.plan is None:
-                    run = self.lane.call(partial(_do, before, job.land))
+                    run = self.lane.call(partial(_do, before, after))
                 else:
-                    run = self.lane.run(job.plan, before, job.land)
+                    run = self.lane.run(job.plan, before, after)
             except BaseException as error:
                 if i == 0:
                     self._operation = None
@@ -266,7 +276,11 @@ class Runner:
         operation.check()
         if operation.epoch != self.mirror.epoch:
             raise TickDropped(f'{operation.name} ended: the state was restored or reset meanwhile')
-        self.boundary.check_usable()
+        if job.restore is not None:
+            self._arrival = job.restore()
+            operation.epoch = self.mirror.epoch  # of the restored state
+        else:
+            self.boundary.check_usable()
         if not self.lane.committed:
             raise NotAtBoundary(
                 f'{operation.name} is refused: an earlier plan failed while it wrote the state; '
@@ -276,6 +290,17 @@ class Runner:
         self.boundary.note_kv_rewrite(self.mirror.position)
         if self._undo_always:
             self.take()
+
+    def _after(self, operation: Operation[Any], job: Job) -> Any:
+        """Take what one plan gave; lane thread. Its end was the arrival of what it restored."""
+        self._arrive(operation)
+        return job.land()
+
+    def _arrive(self, operation: Operation[Any]) -> None:
+        """End a restore that was begun, so that the session is usable again."""
+        arrival, self._arrival = self._arrival, None
+        if arrival is not None:
+            operation.restored = arrival.finish()
 
     def _ended(
         self,
@@ -287,8 +312,13 @@ class Runner:
     ) -> None:
         """Note the end of plans, on the lane thread (or that of a close)."""
         error = run.exception()
-        if error is not None and not self.lane.committed:
-            self._recover()
+        if error is not None:
+            try:
+                self._arrive(operation)  # of a plan that did not come to its end
+            except CapsuleError as poisoned:
+                error = error if self.lane.fault is not None else poisoned
+            if not self.lane.committed:
+                self._recover()
         if not operation.note(None if error else run.result(), error, plans):
             return
         with self._lock:

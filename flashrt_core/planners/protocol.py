@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from flashrt_core.capsule import Boundary
+    from flashrt_core.capsule import CapsuleStore
+    from flashrt_core.capsule import RestoreReport
     from flashrt_core.runtime import Backend
     from flashrt_core.runtime import BufferSet
     from flashrt_core.runtime import Lane
@@ -92,11 +94,15 @@ class Settings:
 
 @dataclass(frozen=True)
 class Appended:
-    """What ``prefill`` or ``append`` did; ``chunks_us`` are device microseconds of each chunk."""
+    """What ``prefill`` or ``append`` did; ``chunks_us`` are device microseconds of each chunk.
+
+    ``restored``: of ``restore_and_append``; where it overlapped, the first chunk waited for it.
+    """
 
     position: int
     chunks: tuple[Chunk, ...]
     chunks_us: tuple[float, ...]
+    restored: RestoreReport | None = None
 
 
 @dataclass(frozen=True)
@@ -163,6 +169,12 @@ class Session(Protocol):
 
     def append(self, tokens: Sequence[int]) -> Future[Appended]:
         """Take more tokens in, after the pending one if there is one."""
+        ...
+
+    def restore_and_append(
+        self, store: CapsuleStore, id: str, tokens: Sequence[int], *, numerics: str = 'same'
+    ) -> Future[Appended]:
+        """Restore a capsule and take tokens in behind it; from host memory both at once."""
         ...
 
     def decode(

@@ -14,18 +14,18 @@ from torch import Tensor
 
 from flashrt_core.capsule import Boundary
 from flashrt_core.capsule import CapsuleInfo
+from flashrt_core.capsule import CapsuleStore
 from flashrt_core.capsule import Mark
 from flashrt_core.errors import CapsuleCorrupt
 from flashrt_core.errors import ConfigError
 from flashrt_core.errors import ContractError
 from flashrt_core.errors import PromptEmpty
 from flashrt_core.errors import PromptTooLong
-from flashrt_core.errors import TokenUnknown
+from flashrt_core.planners import appending
 from flashrt_core.planners import layout
 from flashrt_core.planners.branches import Branches
 from flashrt_core.planners.branches import BranchRoom
 from flashrt_core.planners.chunks import Chunk
-from flashrt_core.planners.chunks import plan_chunks
 from flashrt_core.planners.followed import Followed
 from flashrt_core.planners.followed import NONE
 from flashrt_core.planners.followed import words_of
@@ -114,6 +114,11 @@ class PlannerSession:
         """What runs now, or ''."""
         return self.runner.busy
 
+    def plans_of(self, chunks: Sequence[Chunk]) -> list[Plan]:
+        """Return the plans of chunks to be taken in; a step before can no more be taken back."""
+        self._redo = None
+        return [self._plans['chunk', *chunk.key] for chunk in chunks]
+
     def memory(self) -> dict[str, int]:
         """Return bytes by purpose, see ``layout.memory_report``."""
         branches = None if self._room is None else self._room.buffers
@@ -123,7 +128,7 @@ class PlannerSession:
 
     def prefill(self, tokens: Sequence[int]) -> Operation[Appended]:
         """Reset the state and take ``tokens`` in. Raises and answers as ``append``."""
-        return self._append(tokens, fresh=True)
+        return appending.append(self, tokens, fresh=True)
 
     def append(self, tokens: Sequence[int]) -> Operation[Appended]:
         """Take ``tokens`` in, after the pending one if there is one.
@@ -133,7 +138,26 @@ class PlannerSession:
         :raises PromptTooLong, PromptEmpty, TokenUnknown: before anything runs.
         :raises LaneBusy, BranchesLive, SessionPoisoned, LaneClosed: not now.
         """
-        return self._append(tokens, fresh=False)
+        return appending.append(self, tokens, fresh=False)
+
+    def restore_and_append(self, store: CapsuleStore, id: str, tokens: Sequence[int], *,
+                           numerics: str = 'same') -> Operation[Appended]:
+        """Restore a capsule of this session and take ``tokens`` in behind it, as one operation.
+
+        The state is that of ``store.restore``, then ``append``. From host memory the copies run
+        beside the first chunk, each layer of which waits for its own state: together they take
+        about as long as the longer one. A cancel before it starts leaves the state as it was; a
+        cancel later, the last committed chunk. As a restore, it lifts poison and ends branches;
+        unlike one, it does not end what runs. ``Appended.restored`` is the restore's report.
+
+        :param numerics: as of ``store.restore``.
+        :raises CapsuleNotFound, IdentityMismatch, CapsuleCorrupt, BudgetFull: state untouched; by
+            its future, too, where the capsule went or changed before the lane came to it.
+        :raises SessionPoisoned: by its future, the copies failed: restore again.
+        :raises PromptTooLong, PromptEmpty, TokenUnknown: before anything runs.
+        :raises LaneBusy, LaneClosed: not now.
+        """
+        return appending.restore_and_append(self, store, id, tokens, numerics)
 
     def decode(
         self,
@@ -166,7 +190,7 @@ class PlannerSession:
         :raises PlannerError: the matcher is not where the state is, or allows no token.
         Otherwise as ``append``; its future raises ContractError if no token can be chosen.
         """
-        ids = self._check_tokens(drafts)
+        ids = appending.check_tokens(drafts, self.vocab)
         if mask is not None:
             check_mask(mask, self.vocab, 'the mask')
         with self.runner.starting() as now:
@@ -226,7 +250,7 @@ class PlannerSession:
         """
 
         def apply() -> None:
-            self._empty()
+            self.make_empty()
             self._new_epoch()
 
         return self.lane.at_segment_end(apply, 'reset')
@@ -327,18 +351,7 @@ class PlannerSession:
         if undo:
             self.runner.take()
 
-    def _fill_chunk(self, chunk: Chunk, ids: np.ndarray, fresh: bool) -> None:
-        if fresh:
-            self._empty()
-        if chunk.start != self.mirror.position:
-            raise ContractError(
-                f'a chunk for position {chunk.start} met a state of {self.mirror.position} '
-                'tokens; restore a capsule or reset'
-            )
-        self.buffers['host.tokens'].tensor[: chunk.length].copy_(torch.from_numpy(ids))
-        self.buffers['host.control'].tensor[layout.LENGTH] = chunk.length
-
-    def _land(self, expected: int) -> list[int]:
+    def land(self, expected: int) -> list[int]:
         """Read the report and set the mirror; raises ContractError where the device is elsewhere.
 
         State kept under another position than its own spoils every later use of it: say so.
@@ -363,12 +376,13 @@ class PlannerSession:
 
     def _land_step(self, fed: bool, drafted: int) -> Step:
         given = int(self.buffers['host.report'].tensor[layout.GIVEN])
-        report = self._land(self.mirror.position + (given if fed else 0))
+        report = self.land(self.mirror.position + (given if fed else 0))
         tokens = report[layout.REPORT_HEAD :][:given]
         check_sampled(tokens, self.mirror.position - given + 1)
         return Step(tuple(tokens), self.mirror.position, drafted, given - 1 if drafted else 0)
 
-    def _empty(self) -> None:
+    def make_empty(self) -> None:
+        """Write the empty state; lane thread."""
         reset_state(self.buffers)
         self.boundary.note_kv_rewrite(0)
         self.boundary.adopt('', True)
@@ -398,48 +412,6 @@ class PlannerSession:
         self._redo = None
 
     # -- checks: any thread ---------------------------------------------------------------------
-
-    def _append(self, tokens: Sequence[int], fresh: bool) -> Operation[Appended]:
-        ids = self._check_tokens(tokens)
-        with self.runner.starting() as epoch:
-            position, pending = (0, None) if fresh else (self.position, self.pending)
-            if ids.size == 0:
-                raise PromptEmpty(
-                    'there are no tokens to append: give at least one, or call decode, which goes '
-                    'on from what the state holds'
-                )
-            if pending is not None:
-                ids = np.concatenate([np.array([pending], np.int32), ids])
-            chunks = plan_chunks(
-                ids.size, position, keys=self.settings.prefill_keys, context=self.context,
-                ridge=self.settings.ridge, smallest_span=self.settings.smallest_span,
-            )  # fmt: skip
-            jobs = []
-            for chunk in chunks:
-                part = ids[chunk.start - position :][: chunk.length]
-                fill = partial(self._fill_chunk, chunk, part, fresh and chunk is chunks[0])
-                land = partial(self._land, chunk.start + chunk.length)
-                jobs.append(Job(self._plans[('chunk', *chunk.key)], fill, land))
-            self._redo = None
-            name = 'prefill' if fresh else 'append'
-            return self.runner.launch(name, jobs, epoch, partial(_appended, chunks))
-
-    def _check_tokens(self, tokens: Sequence[int]) -> np.ndarray:
-        """Return the ids as int32; raises TokenUnknown for what is not a token."""
-        ids = np.asarray(tokens if isinstance(tokens, np.ndarray) else list(tokens))
-        if ids.size == 0:
-            return np.zeros(0, np.int32)
-        if ids.ndim != 1 or ids.dtype.kind not in 'iu':
-            raise TokenUnknown(
-                f'tokens {tokens!r:.80} are not a list of whole numbers; give token ids'
-            )
-        bad = ids[(ids < 0) | (ids >= self.vocab)]
-        if bad.size:
-            raise TokenUnknown(
-                f'token {int(bad[0])} is not in the vocabulary; give ids from 0 to '
-                f'{self.vocab - 1}, made by the tokenizer of this model'
-            )
-        return np.ascontiguousarray(ids, np.int32)
 
     def _check_begun(self) -> None:
         if self.position == 0:
@@ -480,11 +452,6 @@ def reset_state(buffers: BufferSet) -> None:
     buffers.arena.zero_()
     buffers['pending'].tensor.fill_(layout.NOTHING_PENDING)
     buffers['parameters'].tensor.copy_(torch.tensor(DEFAULTS.parameters()))
-
-
-def _appended(chunks: tuple[Chunk, ...], operation: Operation[Appended]) -> Appended:
-    us = tuple(sum(result.segments_us.values()) for result in operation.results)
-    return Appended(chunks[-1].start + chunks[-1].length, chunks, us)
 
 
 def _step(operation: Operation[Step]) -> Step:

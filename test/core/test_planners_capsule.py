@@ -33,7 +33,7 @@ from flashrt_core.errors import NotAtBoundary
 from flashrt_core.errors import SessionPoisoned
 from flashrt_core.errors import TickDropped
 from flashrt_core.planners import Options
-from flashrt_core.planners import session as session_module
+from flashrt_core.planners import appending
 from flashrt_core.planners.chunks import plan_chunks
 from flashrt_core.planners.session import PlannerSession
 from flashrt_core.runtime import Backend
@@ -348,7 +348,7 @@ def test_a_restore_that_lands_while_an_append_is_being_made_drops_it(session, st
         return plan_chunks(*arguments, **more)
 
     with monkeypatch.context() as patched:
-        patched.setattr(session_module, 'plan_chunks', racing)
+        patched.setattr(appending, 'plan_chunks', racing)
         late = session.append(PROMPT)
     with pytest.raises(TickDropped, match='restored or reset'):
         late.result(20)

@@ -1,8 +1,13 @@
 """The chunk plan covers what it is given, cheaply, and always in the same way."""
 from __future__ import annotations
 
+import ast
+import inspect
 from itertools import product
 
+from _planner import bound
+from _planner import SETTINGS
+from _planner import SMALL
 from hypothesis import given
 from hypothesis import strategies as st
 import pytest
@@ -16,6 +21,9 @@ from flashrt_core.planners.chunks import cuts
 from flashrt_core.planners.chunks import graph_keys
 from flashrt_core.planners.chunks import plan_chunks
 from flashrt_core.planners.chunks import span_of
+from flashrt_core.planners.qwen3_5 import fast
+from flashrt_core.planners.qwen3_5 import model
+from flashrt_core.runtime import cpu_backend
 
 KEYS = (16, 64, 256, 1024, 2048)
 OPTIONS = {'keys': KEYS, 'context': 16384, 'ridge': 192, 'smallest_span': 2048}
@@ -98,3 +106,25 @@ def test_keys_that_make_no_plan_are_refused(changes):
     given = {'keys': KEYS, 'context': 4096, 'ridge': 192, 'smallest_span': 256, **changes}
     with pytest.raises(ConfigError, match='key'):
         check_keys(**given)
+
+
+def test_a_family_that_does_not_read_the_span_has_one_graph_a_chunk_size(monkeypatch):
+    keys = graph_keys(SETTINGS.prefill_keys, SETTINGS.smallest_span, SMALL.context)
+    graphs = {}
+    for reads in (True, False):
+        monkeypatch.setattr(model, 'READS_SPAN', reads, raising=False)
+        with bound(cpu_backend()) as session:
+            plans = {key: session._plans['chunk', *key] for key in keys}
+            graphs[reads] = {segment.key for plan in plans.values() for segment in plan.segments}
+            assert all(plan.segments[0].key[0] == key[0] for key, plan in plans.items())
+            session.prefill(range(40)).result(20)  # keys of two spans
+            assert session.position == 40
+    assert graphs[True] == set(keys)
+    assert graphs[False] == {(tokens, SMALL.context) for tokens in SETTINGS.prefill_keys}
+    assert len(graphs[False]) < len(graphs[True])
+
+
+def test_the_kernels_of_a_chunk_say_that_they_do_not_read_the_span():
+    assert fast.READS_SPAN is False
+    assert not [node for node in ast.walk(ast.parse(inspect.getsource(fast.chunk)))
+                if isinstance(node, ast.Name) and node.id == 'span']

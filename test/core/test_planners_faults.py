@@ -34,6 +34,7 @@ import torch
 
 from flashrt_core.capsule import Boundary
 from flashrt_core.capsule import CapsuleStore
+from flashrt_core.capsule import store as store_module
 from flashrt_core.errors import CapsuleCorrupt
 from flashrt_core.errors import CapsuleNotFound
 from flashrt_core.errors import NotAtBoundary
@@ -146,7 +147,7 @@ def test_f08_kv_without_the_recurrent_state_is_refused(session, store, monkeypat
     session.prefill(PROMPT).result(20)
     snapshot(session, store, boundary=short)
     if bug:
-        monkeypatch.setattr(CapsuleStore, '_check_fits', lambda *arguments: True)
+        monkeypatch.setattr(store_module, 'check_fits', lambda *arguments: True)
         session = session_with(session, short)
     with noticed(bug):
         with pytest.raises(CapsuleCorrupt, match='tensors differ'):
@@ -168,8 +169,8 @@ def test_f09_padded_rows_are_inert(session, monkeypatch, bug):
     with monkeypatch.context() as patched:
         if bug:
             real = model.chunk
-            patched.setattr(model, 'chunk', lambda c, b, tokens, position, length, span: real(
-                c, b, tokens, position, torch.full_like(length, len(tokens)), span))
+            patched.setattr(model, 'chunk', lambda c, b, tokens, position, length, *more: real(
+                c, b, tokens, position, torch.full_like(length, len(tokens)), *more))
         for filling in (3, 40):
             session.lane.call(lambda filling=filling: padding.fill_(filling)).result(20)
             session.prefill(PROMPT[:2]).result(20)

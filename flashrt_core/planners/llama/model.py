@@ -6,6 +6,7 @@ Formulas: RMSNorm, rotary embedding over half-split heads, grouped-query attenti
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Mapping
 
 import torch
@@ -54,17 +55,20 @@ def scratch_specs(c: LlamaConfig) -> list[BufferSpec]:
 
 
 def chunk(
-    c: LlamaConfig, b: Tensors, tokens: Tensor, position: Tensor, length: Tensor, span: int
+    c: LlamaConfig, b: Tensors, tokens: Tensor, position: Tensor, length: Tensor, span: int,
+    arrived: Callable[[int], None] = lambda layer: None,
 ) -> Tensor:
     """Take the first ``length`` of T tokens into the state at ``position``; hidden [T, width].
 
     tokens int32 [T], position and length int64 []. Attends and writes KV below ``span``, which is
-    at least position + length. Rows from ``length`` on are finite and mean nothing.
+    at least position + length. Rows from ``length`` on are finite and mean nothing. ``arrived`` is
+    told each layer before its state is touched: with a restore under way it waits for that.
     """
     positions = position + torch.arange(len(tokens), device=tokens.device)
     cos, sin = rope_tables(positions, b[ROPE])
     x = _embed(c, b, tokens)
     for i in range(c.layers):
+        arrived(i)
         at, kv = f'layers.{i}', b[f'kv.{i}'][:span]
         q, k, v = _heads(c, F.linear(rms(x, b[f'{at}.norm1'], c.eps), b[f'{at}.qkv']), cos, sin)
         store_rows(kv, torch.stack([k, v], 1), position, length)

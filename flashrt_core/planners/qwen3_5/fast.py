@@ -8,6 +8,7 @@ The products of each precision: products.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Mapping
 from functools import partial
 
@@ -49,6 +50,7 @@ __all__ = ['chunk', 'head', 'mtp_draft', 'mtp_note', 'rows', 'scratch_specs', 's
 
 Tensors = Mapping[str, Tensor]
 
+READS_SPAN = False  # of the keys, ``chunk`` reads those that are valid
 FEW = 64            # tokens up to which MTP's pairs go through the products of few rows
 NORM_HEADS_MANY = 16  # value heads of a program of the gated norm over many tokens
 
@@ -82,7 +84,7 @@ def fits(c: Qwen35Config) -> bool:
 
 
 def chunk(c: Qwen35Config, b: Tensors, tokens: Tensor, position: Tensor, length: Tensor,
-          span: int) -> Tensor:
+          span: int, arrived: Callable[[int], None] = lambda layer: None) -> Tensor:
     """As ``model.chunk``; keys are read up to the last valid token, whatever the ``span``."""
     T, V = len(tokens), c.v_dim
     at = torch.arange(T, device=tokens.device)
@@ -99,6 +101,7 @@ def chunk(c: Qwen35Config, b: Tensors, tokens: Tensor, position: Tensor, length:
                                                 overlaps(x.device))
     y = multiply.norm(x, None, 'layers.0.norm1')
     for i in range(c.layers):
+        arrived(i)
         w = f'layers.{i}'
         if c.is_full(i):
             proj = multiply(y, f'{w}.qkv')

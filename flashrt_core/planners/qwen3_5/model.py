@@ -7,6 +7,7 @@ configs; the MTP head as in DeepSeek-V3 (arXiv 2412.19437), embedding first.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Mapping
 from functools import partial
 
@@ -68,17 +69,19 @@ def scratch_specs(c: Qwen35Config) -> list[BufferSpec]:
 
 
 def chunk(c: Qwen35Config, b: Tensors, tokens: Tensor, position: Tensor, length: Tensor,
-          span: int) -> Tensor:
+          span: int, arrived: Callable[[int], None] = lambda layer: None) -> Tensor:
     """Take the first ``length`` of T tokens into the state at ``position``; hidden [T, D].
 
     tokens int32 [T], position and length int64 []. Attends and writes KV below ``span``, which is
-    at least position + length. Rows from ``length`` on are finite and mean nothing.
+    at least position + length. Rows from ``length`` on are finite and mean nothing. ``arrived`` is
+    told each layer before its state is touched: with a restore under way it waits for that.
     """
     T = len(tokens)
     positions = position + torch.arange(T, device=tokens.device)
     cos, sin = rope_tables(positions, b[ROPE])
     x = embed(c, b, tokens)
     for i in range(c.layers):
+        arrived(i)
         at = f'layers.{i}'
         y = rms_norm(x, b[f'{at}.norm1'], c.eps)
         if c.is_full(i):
