@@ -29,7 +29,6 @@ from flashrt_core.capsule import CapsuleStore
 from flashrt_core.capsule import RestoreReport
 from flashrt_core.planners import Options
 from flashrt_core.planners import Settings
-from flashrt_core.planners.qwen3_5 import fast
 from flashrt_core.planners.qwen3_5 import load_config
 from flashrt_core.planners.qwen3_5 import NAMED
 from flashrt_core.planners.qwen3_5 import QWEN3_5
@@ -220,7 +219,7 @@ def device_bytes() -> dict[str, int]:
             'in use, by the driver': total - free}
 
 
-def configure(arguments: argparse.Namespace, device: torch.device, mtp: bool = True,
+def configure(arguments: argparse.Namespace, mtp: bool = True,
               precision: str = '') -> tuple[Qwen35Config, Settings]:
     """Return the model and how the bench runs it: room for the longest prompt and what follows."""
     name = arguments.config
@@ -234,8 +233,6 @@ def configure(arguments: argparse.Namespace, device: torch.device, mtp: bool = T
     s = replace(s, branches=arguments.branches if mtp else 0, draft_tokens=drafts,
                 tail_tokens=arguments.decode_tokens + 1, stop_ids=(), known_tokens=0,
                 prefill_keys=tuple(k for k in s.prefill_keys if k <= context))
-    if device.type == 'cuda' and fast.selected(c, device):
-        s = replace(s, smallest_span=context)  # fast reads keys by length: one graph a key does
     return c, s
 
 
@@ -248,7 +245,7 @@ def bound(rig: Rig, mtp: bool = True, precision: str = '') -> Iterator[Bench]:
     :raises OutOfMemory: it does not fit, with who holds what.
     """
     backend, cuda = rig.backend, rig.backend.name == 'cuda'
-    c, s = configure(rig.arguments, backend.device, mtp, precision)
+    c, s = configure(rig.arguments, mtp, precision)
     stages: set[str] = set()
 
     def progress(stage: str, fraction: float) -> None:
@@ -256,7 +253,7 @@ def bound(rig: Rig, mtp: bool = True, precision: str = '') -> Iterator[Bench]:
             stages.add(stage)
             rig.clock.say(f'bind {c.precision}{"" if c.mtp else " without MTP"}: {stage}')
 
-    quantised = configure(rig.arguments, backend.device)[0].precision != 'bf16'
+    quantised = configure(rig.arguments)[0].precision != 'bf16'
     family = replace(QWEN3_5, load_constants=partial(load_constants, draw=partial(
         drawn, backend.device, quantised)))
     if cuda:

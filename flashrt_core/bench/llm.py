@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> Report:
     clock = Clock(arguments.limit_s)
     check(arguments)
     backend = pick_backend(arguments.device)
-    c, s = configure(arguments, backend.device)
+    c, s = configure(arguments)
     report = Report('llm', details={'config': dict(vars(c)), 'settings': vars(s)})
     clock.say('ceilings')
     rig = Rig(arguments, report, clock, backend, measure(backend, c))
@@ -176,7 +176,9 @@ def _notes(rig: Rig) -> list[str]:
         f'{OTHERS} other contexts ran. cold: prefill and one sample. gpu, host: restore from '
         f'there, append of {rig.arguments.suffix} tokens and one sample; restore, append and '
         'token are medians of the parts (of cold, append is the prefill). host: no page of the '
-        'device is free, so nothing is promoted. '
+        'device is free, so nothing is promoted; the copies run beside the append, layer by '
+        'layer, so append is only what is left of it when they have ended, and the floor is that '
+        f'of the longer one. {_llm_reuse.IN_TURN}: the append begins when the restore has ended. '
         'speedup: of cold of the same length over it; cold_mfu: of that cold path, against the '
         'measured dense rate.',
         'disk': 'disk: as ttft from a file that is not in the page cache; raw_read: the same '

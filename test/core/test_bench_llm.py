@@ -10,7 +10,6 @@ from typing import Any
 import weakref
 
 import pytest
-import torch
 
 from flashrt_core.bench import _llm_reuse
 from flashrt_core.bench import llm
@@ -70,7 +69,7 @@ def test_every_table_has_its_rows_and_none_an_error(rows):
 def test_cold_and_each_tier_stand_beside_their_floor_with_and_without_mtp(rows):
     found = of(rows, 'ttft')
     assert [(r['mtp'], r['length'], r['path']) for r in found] == [
-        *((True, n, path) for n in (24, 40) for path in ('cold', 'gpu', 'host')),
+        *((True, n, path) for n in (24, 40) for path in ('cold', 'gpu', 'host', 'host, in turn')),
         *((False, n, path) for n in (24, 40) for path in ('cold', 'gpu'))]
     for row in found:
         assert 0 < row['floor_ms'] and row['p50_ms'] <= row['p99_ms']
@@ -155,7 +154,7 @@ def test_a_failure_leaves_its_error_and_the_other_tables(tmp_path, monkeypatch):
     errors = [row for row in rows if 'error' in row]
     assert [(r['table'], r.get('path')) for r in errors] == [('fork', None), ('disk', 'disk')]
     assert all('the disk is gone' in row['error'] for row in errors)
-    assert [r['path'] for r in of(rows, 'ttft')] == ['cold', 'gpu', 'host']
+    assert [r['path'] for r in of(rows, 'ttft')] == ['cold', 'gpu', 'host', 'host, in turn']
     assert len(of(rows, 'sizes')) == 1
 
 
@@ -200,7 +199,7 @@ def test_nothing_of_a_session_is_held_when_the_next_one_is_bound():
 
 
 def test_the_floors_at_27b_are_those_of_the_published_sizes():
-    c, _ = configure(llm_arguments('27b'), torch.device('cpu'))
+    c, _ = configure(llm_arguments('27b'))
     sizes = Sizes(c, model.weight_specs(c))
     short, long = sizes.tokens(0, 2048), sizes.first_token(0, 16384)
     assert short.products == pytest.approx(99.7e12, rel=0.01)
@@ -216,7 +215,7 @@ def test_the_floors_at_27b_are_those_of_the_published_sizes():
 
 def test_the_27b_at_16k_and_all_that_is_kept_of_it_fits_one_gpu_of_140_gb():
     given = llm_arguments('27b')
-    c, s = configure(given, torch.device('cpu'))
+    c, s = configure(given)
     sizes = Sizes(c, model.weight_specs(c))
     held, host = budgets(given, sizes)
     total = sizes.weights + sizes.state() + 3 * sizes.small + sizes.branches(s) + held
@@ -234,10 +233,10 @@ def llm_arguments(config: str) -> Namespace:
 
 
 def test_a_session_is_bound_with_room_for_what_the_tables_do():
-    c, s = configure(llm_arguments('qwen3_5_27b'), torch.device('cpu'))
+    c, s = configure(llm_arguments('qwen3_5_27b'))
     assert c.vocab == NAMED['27b'][0].vocab and c.tokenizer == ''
     assert c.context >= 16384 + 64 + 64 and s.tail_tokens >= 65 and s.draft_tokens == 4
-    without, _ = configure(llm_arguments('27b'), torch.device('cpu'), mtp=False)
+    without, _ = configure(llm_arguments('27b'), mtp=False)
     assert not any(spec.name == 'mtp.kv' for spec in model.state_specs(without))
     assert any(spec.kind is Kind.KV for spec in model.state_specs(without))
 
