@@ -240,20 +240,15 @@ class PlannerEngine:
         times = plan.times = Times(context_tokens=self.context_tokens)
         begun = time.perf_counter()
         plan.enter('restore')
-        self._restore_context(times)
-        plan.enter('append')
         tokens = self.language.request(
             plan.request.instruction, plan.request.scene or self._scene(), done, failed)
         times.prompt_tokens = len(tokens)
-        restored = time.perf_counter()
-        appending = self.session.append(tokens)
-        plan.on_stop(appending.cancel)
         try:
-            self._wait(appending, self._parameters['plan_timeout_s'], 'the append of a plan')
+            self._take_in(tokens, plan, times)
         except TickDropped:
             self._restore_context(Times())
             raise
-        times.append_us = (time.perf_counter() - restored) * 1e6
+        times.append_us = max(0.0, (time.perf_counter() - begun) * 1e6 - times.restore_us)
         self.rings['append'].record(times.append_us)
         mark = self.on_lane(lambda: self.store.mark(self.session.boundary), 'mark')
         plan.enter('decode')
@@ -262,6 +257,23 @@ class PlannerEngine:
         except BaseException:
             self._back_to(mark, plan)
             raise
+
+    def _take_in(self, tokens: Sequence[int], plan: Plan, times: Times) -> None:
+        """Append to the context's capsule; from host memory that runs beside the restore."""
+        limit, what = self._parameters['plan_timeout_s'], 'the append of a plan'
+        try:
+            appending = self.session.restore_and_append(self.store, CONTEXT, tokens)
+            plan.enter('append')
+            plan.on_stop(appending.cancel)
+            restored = self._wait(appending, limit, what).restored
+            times.capsule_hit, times.restore_us = True, restored.us
+            self.rings['restore'].record(restored.us)
+        except CapsuleNotFound:
+            self._restore_context(times)
+            plan.enter('append')
+            appending = self.session.append(tokens)
+            plan.on_stop(appending.cancel)
+            self._wait(appending, limit, what)
 
     def _stream(self, plan: Plan, times: Times, begun: float) -> bool:
         reader = self.language.reader()

@@ -18,6 +18,7 @@ from flashrt_core.planners import Planner
 from flashrt_core.runtime import pick_backend
 from flashrt_ros import qos
 from flashrt_ros.admission import Admission
+from flashrt_ros.capsule_parameters import budgets_of
 from flashrt_ros.capsule_services import CapsuleServices
 from flashrt_ros.config_files import here_or_below_config
 from flashrt_ros.executor_services import RESERVED_CAUSES
@@ -94,7 +95,8 @@ class PlannerNode(SessionNode):
         backend = pick_backend(of['device'], of['stream_priority'])
         self._session = session = self.make_planner(of['planner']).bind(
             backend, here_or_below_config(of['planner_config']), self._told)
-        store = self.open_store(backend, MARKS)
+        room = budgets_of(of, session.memory(), session.config.context, backend)
+        store = self.open_store(backend, MARKS, room)
         language = Language(session, grammar, form=of['prompt_form'],
                             system_prompt=of['system_prompt'])
         engine = PlannerEngine(session, store, language, self.link, of, self.report.counters,
@@ -109,7 +111,7 @@ class PlannerNode(SessionNode):
         engine.warm_up()
         self.engine, self.verbs = engine, PlannerVerbs(engine, store, of, self.outputs)
         return (f'{of["planner"]} ({of["planner_config"]}) on {backend.device}, '
-                f'{engine.context_tokens} tokens of context pinned, subgoals out by '
+                f'{engine.context_tokens} tokens of context pinned, {room.text}, subgoals out by '
                 f'{self.link.kind}')
 
     def activate(self) -> None:

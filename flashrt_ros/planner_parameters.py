@@ -6,8 +6,8 @@ test keeps the two the same.
 
 from pathlib import Path
 
-from flashrt_ros.capsule_parameters import CAPSULES
 from flashrt_ros.capsule_parameters import check_capsules
+from flashrt_ros.capsule_parameters import PLANNER_CAPSULES
 from flashrt_ros.capsule_parameters import table_text
 from flashrt_ros.parameters import ParameterSpec
 from flashrt_ros.parameters import ParameterTable
@@ -54,7 +54,7 @@ SPECS = (
     ParameterSpec('shutdown_timeout_s', 2.0, 'for what is sent last', 0.0, 60.0),
     ParameterSpec('admission_margin_s', 0.0005, 'in bringup: kept free before the next tick',
                   0.0, 1.0, read_only=True),
-    *CAPSULES,
+    *PLANNER_CAPSULES,
 )
 
 

@@ -10,6 +10,7 @@ from flashrt_core.errors import ConfigError
 from flashrt_core.errors import FlashrtError
 from flashrt_core.runtime import Backend
 from flashrt_ros.boot_log import BootLog
+from flashrt_ros.capsule_parameters import Budgets
 from flashrt_ros.lifecycle import SafeLifecycleNode
 from flashrt_ros.main import EXIT_DEVICE_LOST
 from flashrt_ros.main import StopRequest
@@ -79,11 +80,17 @@ class SessionNode(SafeLifecycleNode):
         """Publish the status of the new state."""
         self.outputs.publish_status()
 
-    def open_store(self, backend: Backend, marks: int) -> CapsuleStore:
-        """Make the store that the parameters describe, with room for ``marks`` of the session."""
+    def open_store(self, backend: Backend, marks: int,
+                   room: Budgets | None = None) -> CapsuleStore:
+        """Make the store that the parameters describe, with room for ``marks`` of the session.
+
+        :param room: in memory, in place of the parameters'.
+        """
         of = self.parameters
+        gpu, host = ((of['capsule_gpu_bytes'], of['capsule_host_bytes']) if room is None
+                     else (room.gpu, room.host))
         self.store = store = CapsuleStore(
-            backend, of['capsule_gpu_bytes'], of['capsule_host_bytes'], of['capsule_disk_bytes'],
+            backend, gpu, host, of['capsule_disk_bytes'],
             of['capsule_directory'] or None, of['allow_disk_capsules'])
         store.prepare(self._session.boundary, marks)
         return store

@@ -163,6 +163,10 @@ class Session(Protocol):
     @property
     def pending(self) -> int | None: ...
 
+    def memory(self) -> dict[str, int]:
+        """Return bytes by purpose, those of a capsule among them."""
+        ...
+
     def prefill(self, tokens: Sequence[int]) -> Future[Appended]:
         """Start from the empty state and take the tokens in."""
         ...

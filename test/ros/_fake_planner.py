@@ -111,6 +111,9 @@ class FakeSession:
     def text(self) -> str:
         return bytes(self.buffers['text'].row(0)[:self.position].tolist()).decode()
 
+    def memory(self) -> dict[str, int]:
+        return {'capsule_fixed': self.buffers.nbytes, 'capsule_per_token': 0}
+
     def reset_now(self) -> None:
         self.buffers.arena.zero_()
 
@@ -121,9 +124,20 @@ class FakeSession:
         self.reset().result(10)
         return self.append(tokens)
 
+    def restore_and_append(self, store: Any, id: str, tokens: Any) -> Future[Appended]:
+        restored: list[Any] = [store.get(id, self.boundary.session)]
+
+        def restore() -> None:
+            restored.append(store.restore(self.boundary, id))
+
+        return self._append(tokens, restore, lambda: Appended(self.position, (), (), restored[-1]))
+
     def append(self, tokens: Any) -> Future[Appended]:
+        return self._append(tokens, None, lambda: Appended(self.position, (), ()))
+
+    def _append(self, tokens: Any, first: Any, value: Any) -> Future[Appended]:
         ids = list(tokens)
-        if self.position + len(ids) > self.config.context:
+        if first is None and self.position + len(ids) > self.config.context:
             raise PromptTooLong(f'{len(ids)} tokens exceed the context')
 
         def work() -> None:
@@ -132,7 +146,7 @@ class FakeSession:
             if b'plan:' in bytes(ids):
                 self.switches.prompts.append(self.text)
 
-        return self._run('append', work, lambda: Appended(self.position, (), ()))
+        return self._run('append', work, value, first)
 
     def decode(self, options: Options | None = None, **_: Any) -> Future[Step]:
         if self.switches.lost:
@@ -172,10 +186,14 @@ class FakeSession:
         self.buffers['text'].row(0)[at:at + len(ids)] = torch.tensor(ids)
         self.buffers['position'].tensor[0] = at + len(ids)
 
-    def _run(self, name: str, work: Callable[[], Any], value: Callable[[], Any]) -> Future:
-        self.boundary.check_usable()
+    def _run(self, name: str, work: Callable[[], Any], value: Callable[[], Any],
+             first: Callable[[], Any] | None = None) -> Future:
+        if first is None:
+            self.boundary.check_usable()
 
         def before() -> None:
+            if first is not None:
+                first()
             self._work = work
 
         done = self.lane.run(self._plans[name], before, value)

@@ -79,6 +79,18 @@ def test_a_dry_run_writes_nothing_and_needs_no_executor(tmp_path: Path) -> None:
         assert refused.code == 'wrong_state' and '/nobody' in refused.message
 
 
+def test_a_context_whose_capsule_is_gone_is_computed_anew(tmp_path: Path) -> None:
+    with planner_rig(tmp_path) as (planner, _):
+        first = planner.goal(dry_run=True).result()
+        store, name = planner.node.store, planner.session.boundary.session
+        store.pin('context', False, name)
+        store.drop('context', name)
+        again = planner.goal(dry_run=True).result()
+        assert (first.capsule_hit, again.capsule_hit) == (True, False)
+        assert again.success and list(again.subgoals) == list(first.subgoals)
+        assert planner.counter('capsule_misses') == 1 and 0 < again.restore_us < again.ttft_us
+
+
 def test_an_instruction_outside_the_grammar_is_answered_cannot_and_nothing_moves(
         tmp_path: Path) -> None:
     with planner_rig(tmp_path) as (planner, robot):

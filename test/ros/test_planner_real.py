@@ -74,6 +74,18 @@ def test_a_plan_written_with_drafts_is_the_one_without(tmp_path: Path, device: s
 
 
 @DEVICES
+def test_a_plan_from_a_context_in_host_memory_is_the_one_from_the_device(
+        tmp_path: Path, device: str) -> None:
+    with planner_rig(tmp_path, real=True, device=device, prompt_form='plain') as (planner, _):
+        first = plan_of(planner.goal(TWO, scene=SCENE, dry_run=True))
+        store, name = planner.node.store, planner.session.boundary.session
+        store.move('context', 'host', name)
+        again = planner.goal(TWO, scene=SCENE, dry_run=True)
+        assert plan_of(again) == first and again.result().capsule_hit
+        assert store.get('context', name).tier == 'gpu', 'it moved up on the way'
+
+
+@DEVICES
 def test_a_plan_goes_on_from_a_capsule_as_it_went_on_before(tmp_path: Path, device: str) -> None:
     with planner_rig(tmp_path, real=True, device=device, prompt_form='plain') as (planner, _):
         plan_of(planner.goal(TWO, dry_run=True))
