@@ -69,11 +69,14 @@ def label(c: Qwen35Config, name: str) -> str:
     return name if c.precision == 'bf16' else f'{name} {c.precision}'
 
 
-def products(c: Qwen35Config, device: torch.device, rows: list[int],
-             split: bool) -> Iterator[Case]:
-    """Yield the products of a layer and the head; with ``split`` those that leave sums."""
+def products(c: Qwen35Config, device: torch.device, rows: list[int], split: bool,
+             alone: bool = True) -> Iterator[Case]:
+    """Yield the products of a layer and the head; with ``split`` those that leave sums.
+
+    ``alone``: of rows with bits of their own, else of a chunk's.
+    """
     pdl = overlaps(device)
-    for name in ('out', 'down') if split else ('mix', 'qkv', 'head'):
+    for name in ('out', 'down') if split else ('mix', 'qkv', *(('head',) if alone else ())):
         N, K = sizes(c)[name]
         weights, nbytes = stored(c, device, N, K)
         for M in rows:
@@ -81,24 +84,41 @@ def products(c: Qwen35Config, device: torch.device, rows: list[int],
             shape = (row_products.SPLITS, M, N) if split else (M, N)
             out = torch.empty(shape, device=device,
                               dtype=torch.float32 if split else c.torch_dtype)
-            launch = partial(_multiply, precise.row_product, a, weights, out, pdl)
-            yield Case(f'{label(c, name)}, M={M}', len(weights), launch, nbytes, 2 * M * N * K)
+            launch = partial(_multiply, precise.row_product, a, weights, out, pdl, alone)
+            yield Case(f'{_of(c, name, alone)}, M={M}', len(weights), launch, nbytes,
+                       2 * M * N * K)
 
 
-def gated(c: Qwen35Config, device: torch.device, rows: list[int]) -> Iterator[Case]:
-    """Yield the gated product of the MLP."""
+def gated(c: Qwen35Config, device: torch.device, rows: list[int],
+          alone: bool = True) -> Iterator[Case]:
+    """Yield the gated product of the MLP; ``alone`` as in ``products``."""
     N, K = sizes(c)['gate_up']
     weights, nbytes = stored(c, device, N, K)
     for M in rows:
         a = draw(device, c.torch_dtype, M, K)
         out = torch.empty((M, N // 2), device=device, dtype=c.torch_dtype)
-        launch = partial(_multiply, precise.row_gated, a, weights, out, overlaps(device))
-        yield Case(f'{label(c, "gate_up")}, M={M}', len(weights), launch, nbytes, 2 * M * N * K)
+        launch = partial(_multiply, precise.row_gated, a, weights, out, overlaps(device), alone)
+        yield Case(f'{_of(c, "gate_up", alone)}, M={M}', len(weights), launch, nbytes,
+                   2 * M * N * K)
+
+
+def _of(c: Qwen35Config, name: str, alone: bool) -> str:
+    return label(c, name if alone else f'chunk {name}')
 
 
 def _multiply(product: Callable[..., None], a: Tensor, weights: list[Weight], out: Tensor,
-              pdl: bool, i: int) -> None:
-    product(a, weights[i], out, pdl)
+              pdl: bool, alone: bool, i: int) -> None:
+    product(a, weights[i], out, pdl, alone)
+
+
+def few_products(c: Qwen35Config, device: torch.device, T: int) -> Iterator[Case]:
+    """Yield the products of a chunk of few tokens."""
+    if not precise.is_few(c, T):
+        yield from chunk_products(c, device, T)
+        return
+    yield from products(c, device, [T], False, alone=False)
+    yield from products(c, device, [T], True, alone=False)
+    yield from gated(c, device, [T], alone=False)
 
 
 def chunk_products(c: Qwen35Config, device: torch.device, T: int) -> Iterator[Case]:

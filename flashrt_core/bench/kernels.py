@@ -19,6 +19,7 @@ from torch import Tensor
 from flashrt_core.bench._kernels_products import Case
 from flashrt_core.bench._kernels_products import chunk_products
 from flashrt_core.bench._kernels_products import chunk_rows
+from flashrt_core.bench._kernels_products import few_products
 from flashrt_core.bench._kernels_products import gated
 from flashrt_core.bench._kernels_products import label
 from flashrt_core.bench._kernels_products import products
@@ -41,6 +42,7 @@ from flashrt_core.kernels import row_int4
 from flashrt_core.kernels import row_products
 from flashrt_core.kernels._launch import draw
 from flashrt_core.kernels._launch import overlaps
+from flashrt_core.kernels.row_products import Tile
 from flashrt_core.nn import fp8
 from flashrt_core.planners.memory import Live
 from flashrt_core.planners.memory import Verify
@@ -50,6 +52,7 @@ from flashrt_core.planners.qwen3_5.config import load_config
 from flashrt_core.planners.qwen3_5.config import PRECISIONS
 from flashrt_core.planners.qwen3_5.config import Qwen35Config
 from flashrt_core.planners.qwen3_5.precision import quantise
+from flashrt_core.planners.qwen3_5.products import FEW
 from flashrt_core.planners.qwen3_5.weights import damped
 from flashrt_core.planners.qwen3_5.weights import ROPE
 from flashrt_core.planners.qwen3_5.weights import rope_table
@@ -60,20 +63,23 @@ LAYERS = 4            # of the model whose whole forward pass is timed
 Sweep = dict[str, dict[str, list[Any]]]
 TILES: dict[str, tuple[Sweep, ModuleType]] = {  # what a sweep tries
     'bf16': ({
-        'wide': {'WIDE_TILE': [(32, 128, 4, 5), (64, 128, 4, 4), (32, 256, 4, 3), (64, 64, 4, 6),
-                               (128, 64, 8, 4)], 'EARLY': [0, 256, 1024]},
-        'split': {'SPLIT_TILE': [(32, 128, 4, 5), (64, 256, 8, 3), (128, 64, 8, 4)],
-                  'SPLITS': [2, 8]},
-        'gated': {'GATED_TILE': [(32, 128, 4, 4), (64, 64, 4, 4), (32, 64, 4, 5),
-                                 (64, 128, 8, 3)], 'EARLY': [0, 256]}}, row_products),
+        'wide': {'wide': [Tile(64, 128, 4, 3, swapped=True), Tile(128, 64, 4, 6, swapped=True),
+                          Tile(32, 128, 4, 4), Tile(32, 256, 4, 3),
+                          Tile(64, 128, 4, 4, 0, True)]},
+        'split': {'split': [Tile(64, 128, 4, 3), Tile(64, 128, 4, 4, 0), Tile(32, 256, 4, 4),
+                            Tile(64, 128, 4, 4, swapped=True)], 'SPLITS': [2, 8]},
+        'gated': {'gated': [Tile(32, 64, 4, 5), Tile(32, 128, 4, 3, 0), Tile(16, 256, 4, 3),
+                            Tile(64, 128, 4, 3, swapped=True)]},
+        'chunk': {'chunk wide': [Tile(128, 64, 8, 5), Tile(128, 128, 8, 4), Tile(64, 128, 4, 3)],
+                  'chunk split': [Tile(64, 128, 4, 3), Tile(128, 64, 8, 5)],
+                  'chunk gated': [Tile(32, 64, 4, 5, 256), Tile(64, 64, 8, 3, 256)]}},
+        row_products),
     'fp8': ({
-        'wide': {'FP8_WIDE_TILE': [(32, 128, 4, 6), (32, 256, 4, 3), (64, 128, 4, 5),
-                                   (64, 256, 4, 3), (64, 256, 8, 4), (128, 128, 8, 4)],
-                 'EARLY': [0, 1024]},
-        'split': {'FP8_SPLIT_TILE': [(32, 256, 4, 4), (64, 128, 4, 5), (64, 256, 8, 4),
-                                     (128, 128, 8, 4)]},
-        'gated': {'FP8_GATED_TILE': [(32, 128, 4, 5), (32, 256, 4, 2), (64, 128, 4, 4),
-                                     (64, 256, 8, 3)], 'EARLY': [0, 1024]}}, row_products),
+        'wide': {'fp8 wide': [Tile(32, 256, 4, 3), Tile(32, 256, 4, 4, 0), Tile(32, 128, 4, 5),
+                              Tile(64, 256, 4, 3)]},
+        'split': {'fp8 split': [Tile(32, 256, 4, 4), Tile(64, 128, 4, 5)], 'SPLITS': [2, 8]},
+        'gated': {'fp8 gated': [Tile(32, 128, 4, 5), Tile(32, 256, 4, 3), Tile(32, 256, 4, 3, 0),
+                                Tile(64, 128, 4, 4)]}}, row_products),
     'int4': ({
         'wide': {'WIDE_TILE': [(32, 4, 4), (64, 4, 5), (64, 4, 7), (128, 8, 4)]},
         'split': {'WIDE_TILE': [(32, 4, 4), (64, 4, 6), (128, 8, 4)]},
@@ -117,7 +123,8 @@ def run(arguments: argparse.Namespace) -> Report:
             (module, tile.get('split', {}), partial(products, p, device, arguments.rows, True)),
             (module, tile.get('gated', {}), partial(gated, p, device, arguments.rows)),
             (fast, {}, partial(chunk_rows, p, device, arguments.tokens)),
-            *((fast, {}, partial(chunk_products, p, device, T)) for T in (64, arguments.tokens)),
+            (module, tile.get('chunk', {}), partial(few_products, p, device, FEW)),
+            (fast, {}, partial(chunk_products, p, device, arguments.tokens)),
             (fast, {}, partial(layers, p, device, arguments.rows, arguments.lengths,
                                arguments.tokens)),
         ]
@@ -138,11 +145,12 @@ def run(arguments: argparse.Namespace) -> Report:
     for module, options, cases in groups:
         attempt(cases, '')
         for name, values in options.items() if arguments.sweep else ():
-            before = getattr(module, name)
+            table = vars(module) if hasattr(module, name) else module.TILES
+            before = table[name]
             for value in values:
-                setattr(module, name, value)
+                table[name] = value
                 attempt(cases, f'{name} {value}')
-                setattr(module, name, before)
+            table[name] = before
     report.details['kernels'] = _triton.choices()
     report.notes += [
         'p50_us: a captured graph of the launches over, between them rotated inputs of more than '

@@ -1,12 +1,15 @@
-"""Matrix products of few rows for decode, verify and branches: a row's bits are its own.
+"""Matrix products of few rows, bound by the weights' bytes.
 
-The row tile is fixed at 16, so the same matrix instructions run for 1 and for 16 rows; K is walked
-in a fixed order in a fixed number of splits, and splits are folded in a fixed order. Bound by the
-weights' bytes: before the inputs are ready each program asks for its first weights into L2. FP8
-weights are half of them: a tile is widened once it is loaded, the sum scaled channel by channel.
+For decode, verify and branches a row's bits are its own: the row tile is fixed at 16, so the same
+matrix instructions run for 1 and for 16 rows; K is walked in a fixed order in a fixed number of
+splits, and splits are folded in a fixed order. A chunk's rows share a tile of 64. Before the
+inputs are ready each program asks for its first weights into L2. FP8 weights are half of the
+bytes: a tile is widened once it is loaded, the sum scaled channel by channel.
 """
 from __future__ import annotations
 
+from itertools import product as combinations
+from typing import NamedTuple
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,19 +29,21 @@ from flashrt_core.nn import rms_norm
 if TYPE_CHECKING:
     import triton.language as tl
 
-ROWS = 16  # of every tile: the smallest matrix instruction
+ROWS = 16   # of a tile of rows that have bits of their own: the smallest matrix instruction
+CHUNK = 64  # of a tile of a chunk's rows
 
 
 @lazy_jit
 def row_product(a, w, scale, out, M, a_row,  # type: ignore[no-untyped-def]
                 N: tl.constexpr, K: tl.constexpr, SPLITS: tl.constexpr, BM: tl.constexpr,
-                BN: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr, FP8: tl.constexpr,
-                PDL: tl.constexpr):
+                BN: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr, SWAPPED: tl.constexpr,
+                FP8: tl.constexpr, PDL: tl.constexpr):
     """
     Write a [M, K] @ w [N, K]^T as out [M, N], or, split over K, as partial [SPLITS, M, N].
 
     If FP8, the columns of the sum are multiplied by scale [N]. EARLY columns of K are asked for
-    before the inputs are ready. Grid (row tiles, columns, splits).
+    before the inputs are ready. SWAPPED: of the matrix instructions the weights are the first
+    operand. Grid (row tiles, columns, splits).
     """
     SPAN: tl.constexpr = K // SPLITS
     LINE: tl.constexpr = 1024 // w.dtype.element_ty.primitive_bitwidth  # columns in 128 bytes
@@ -55,17 +60,22 @@ def row_product(a, w, scale, out, M, a_row,  # type: ignore[no-untyped-def]
                                       dtype=tl.int32, is_pure=False, pack=1)
         tl.inline_asm_elementwise('griddepcontrol.wait; // $0', '=r', [],
                                   dtype=tl.int32, is_pure=False, pack=1)
-    total = tl.zeros([BM, BN], tl.float32)
+    total = tl.zeros([BN, BM] if SWAPPED else [BM, BN], tl.float32)
     for start in range(0, SPAN, BK):
         k = first + start + tl.arange(0, BK)
         x = tl.load(a + m[:, None] * a_row + k[None, :], mask=m[:, None] < M, other=0.0)
         if N % BN == 0:
-            y = tl.load(w + n[None, :] * K + k[:, None])
+            y = tl.load(w + n[:, None] * K + k[None, :])
         else:
-            y = tl.load(w + n[None, :] * K + k[:, None], mask=n[None, :] < N, other=0.0)
+            y = tl.load(w + n[:, None] * K + k[None, :], mask=n[:, None] < N, other=0.0)
         if FP8:  # by way of float32: the direct conversion is slow on Hopper
             y = y.to(tl.float32).to(x.dtype)
-        total = tl.dot(x, y, total)
+        if SWAPPED:
+            total = tl.dot(y, tl.trans(x), total)
+        else:
+            total = tl.dot(x, tl.trans(y), total)
+    if SWAPPED:
+        total = tl.trans(total)
     if FP8:
         total *= tl.load(scale + n, mask=n < N, other=0.0)[None, :]
     to = out + (tl.program_id(2) * M + m[:, None]) * N + n[None, :]
@@ -75,11 +85,13 @@ def row_product(a, w, scale, out, M, a_row,  # type: ignore[no-untyped-def]
 @lazy_jit
 def row_gate_up(a, w, scale, out, M,  # type: ignore[no-untyped-def]
                 N: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-                BK: tl.constexpr, EARLY: tl.constexpr, FP8: tl.constexpr, PDL: tl.constexpr):
+                BK: tl.constexpr, EARLY: tl.constexpr, SWAPPED: tl.constexpr, FP8: tl.constexpr,
+                PDL: tl.constexpr):
     """
     Write silu(a @ gate^T) * (a @ up^T) as out [M, N]; w [2 * N, K] holds gate, then up.
 
-    If FP8, both sums are multiplied by scale [2 * N]. Grid (row tiles, columns).
+    If FP8, both sums are multiplied by scale [2 * N]. EARLY and SWAPPED as in ``row_product``.
+    Grid (row tiles, columns).
     """
     LINE: tl.constexpr = 1024 // w.dtype.element_ty.primitive_bitwidth
     m = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -95,17 +107,23 @@ def row_gate_up(a, w, scale, out, M,  # type: ignore[no-untyped-def]
                                       dtype=tl.int32, is_pure=False, pack=1)
         tl.inline_asm_elementwise('griddepcontrol.wait; // $0', '=r', [],
                                   dtype=tl.int32, is_pure=False, pack=1)
-    gate = tl.zeros([BM, BN], tl.float32)
-    up = tl.zeros([BM, BN], tl.float32)
+    gate = tl.zeros([BN, BM] if SWAPPED else [BM, BN], tl.float32)
+    up = tl.zeros([BN, BM] if SWAPPED else [BM, BN], tl.float32)
     for start in range(0, K, BK):
         k = start + tl.arange(0, BK)
         x = tl.load(a + m[:, None] * K + k[None, :], mask=m[:, None] < M, other=0.0)
-        weight = w + n[None, :] * K + k[:, None]
+        weight = w + n[:, None] * K + k[None, :]
         y, z = tl.load(weight), tl.load(weight + N * K)
         if FP8:
             y, z = y.to(tl.float32).to(x.dtype), z.to(tl.float32).to(x.dtype)
-        gate = tl.dot(x, y, gate)
-        up = tl.dot(x, z, up)
+        if SWAPPED:
+            gate = tl.dot(y, tl.trans(x), gate)
+            up = tl.dot(z, tl.trans(x), up)
+        else:
+            gate = tl.dot(x, tl.trans(y), gate)
+            up = tl.dot(x, tl.trans(z), up)
+    if SWAPPED:
+        gate, up = tl.trans(gate), tl.trans(up)
     if FP8:
         gate *= tl.load(scale + n)[None, :]
         up *= tl.load(scale + N + n)[None, :]
@@ -138,58 +156,76 @@ def row_fold(x, partial, weight, y, M, eps,  # type: ignore[no-untyped-def]
     tl.store(y + row * N + n, (total * scale * gain).to(y.dtype.element_ty), mask=inside)
 
 
-# Tiles: columns, K, warps, stages; EARLY is asked for in advance by each program. Of a layer of
-# the 27B all programs fit an H200 at once: a second wave of a few would double a product's time.
-Tile = tuple[int, int, int, int]
-WIDE_TILE: Tile = (32, 128, 4, 4)
-SPLIT_TILE: Tile = (64, 128, 4, 4)
-GATED_TILE: Tile = (32, 128, 4, 3)
-FP8_WIDE_TILE: Tile = (32, 128, 4, 5)
-FP8_SPLIT_TILE: Tile = (64, 256, 4, 3)
-FP8_GATED_TILE: Tile = (32, 128, 4, 4)
-EARLY = 512
+class Tile(NamedTuple):
+    """Columns and K of a program's tile, its warps and stages, what it asks for in advance."""
+
+    columns: int
+    step: int
+    warps: int
+    stages: int
+    early: int = 512  # columns of K
+    swapped: bool = False
+
+
+# Of a layer of the 27B all programs fit an H200 at once: a second wave of a few would double a
+# product's time.
+TILES = {
+    'wide': Tile(64, 128, 4, 4, swapped=True), 'split': Tile(64, 128, 4, 4),
+    'gated': Tile(32, 128, 4, 3),
+    'fp8 wide': Tile(32, 256, 4, 4), 'fp8 split': Tile(64, 256, 4, 3),
+    'fp8 gated': Tile(32, 128, 4, 4),
+    'chunk wide': Tile(128, 64, 8, 4), 'chunk split': Tile(64, 128, 4, 4),
+    'chunk gated': Tile(32, 64, 4, 4, 256),
+}
 SPLITS = 4    # of the products whose columns alone do not fill a GPU
 STEP = 128    # the K of every tile divides a multiple of this
 
 
-def product(a: Tensor, w: Tensor | fp8.ChannelWeight, out: Tensor, pdl: bool = False) -> None:
+def product(a: Tensor, w: Tensor | fp8.ChannelWeight, out: Tensor, pdl: bool = False,
+            alone: bool = True) -> None:
     """
     Launch ``row_product``: a [M, K] (rows may be strided), w [N, K] -> out.
 
-    out [M, N] of any dtype, or float32 partial sums [splits, M, N] for ``fold``.
+    out [M, N] of any dtype, or float32 partial sums [splits, M, N] for ``fold``. Rows that are not
+    ``alone`` share a tile, if they are many, and have no bits of their own.
 
     :raises ValueError: sizes that the fixed tiles do not divide.
     """
     data, scale, narrow = _parts(w)
     splits = out.shape[0] if out.dim() == 3 else 1
     (M, K), N = a.shape, data.shape[0]
-    if splits == 1:
-        BN, BK, warps, stages = FP8_WIDE_TILE if narrow else WIDE_TILE
-    else:
-        BN, BK, warps, stages = FP8_SPLIT_TILE if narrow else SPLIT_TILE
-    BK = _step(BK, K, splits)
-    row_product[(-(-M // ROWS), -(-N // BN), splits)](
-        a, data, scale, out, M, a.stride(0), N=N, K=K, SPLITS=splits, BM=ROWS, BN=BN, BK=BK,
-        EARLY=_early(K // splits) if pdl else 0, FP8=narrow, PDL=pdl, num_warps=warps,
-        num_stages=stages, launch_pdl=pdl)
+    rows, tile = _tile('wide' if splits == 1 else 'split', M, narrow, alone)
+    BK = _step(tile.step, K, splits)
+    row_product[(-(-M // rows), -(-N // tile.columns), splits)](
+        a, data, scale, out, M, a.stride(0), N=N, K=K, SPLITS=splits, BM=rows, BN=tile.columns,
+        BK=BK, EARLY=_early(tile, K // splits) if pdl else 0, SWAPPED=tile.swapped, FP8=narrow,
+        PDL=pdl, num_warps=tile.warps, num_stages=tile.stages, launch_pdl=pdl)
 
 
-def gated(a: Tensor, w: Tensor | fp8.ChannelWeight, out: Tensor, pdl: bool = False) -> None:
+def gated(a: Tensor, w: Tensor | fp8.ChannelWeight, out: Tensor, pdl: bool = False,
+          alone: bool = True) -> None:
     """
-    Launch ``row_gate_up``: a [M, K], w [2 * N, K] -> out [M, N].
+    Launch ``row_gate_up``: a [M, K], w [2 * N, K] -> out [M, N]; ``alone`` as in ``product``.
 
     :raises ValueError: sizes that the fixed tiles do not divide.
     """
     data, scale, narrow = _parts(w)
     (M, K), N = a.shape, out.shape[1]
-    BN, BK, warps, stages = FP8_GATED_TILE if narrow else GATED_TILE
-    BK = _step(BK, K)
-    if N % BN:
-        raise ValueError(f'a gated product of {N} columns does not fit tiles of {BN}')
-    row_gate_up[(-(-M // ROWS), N // BN)](
-        a, data, scale, out, M, N=N, K=K, BM=ROWS, BN=BN, BK=BK,
-        EARLY=_early(K) if pdl else 0, FP8=narrow, PDL=pdl, num_warps=warps, num_stages=stages,
-        launch_pdl=pdl)
+    rows, tile = _tile('gated', M, narrow, alone)
+    BK = _step(tile.step, K)
+    if N % tile.columns:
+        raise ValueError(f'a gated product of {N} columns does not fit tiles of {tile.columns}')
+    row_gate_up[(-(-M // rows), N // tile.columns)](
+        a, data, scale, out, M, N=N, K=K, BM=rows, BN=tile.columns, BK=BK,
+        EARLY=_early(tile, K) if pdl else 0, SWAPPED=tile.swapped, FP8=narrow, PDL=pdl,
+        num_warps=tile.warps, num_stages=tile.stages, launch_pdl=pdl)
+
+
+def _tile(kind: str, M: int, narrow: bool, alone: bool) -> tuple[int, Tile]:
+    """Return rows and tile of a product; few rows are served best as if they were alone."""
+    if alone or narrow or M <= ROWS:
+        return ROWS, TILES[f'fp8 {kind}' if narrow else kind]
+    return CHUNK, TILES[f'chunk {kind}']
 
 
 def _parts(w: Tensor | fp8.ChannelWeight) -> tuple[Tensor, Tensor, bool]:
@@ -204,9 +240,9 @@ def _step(BK: int, K: int, splits: int = 1) -> int:
     return min(BK, (K // splits) & -(K // splits))
 
 
-def _early(span: int) -> int:
+def _early(tile: Tile, span: int) -> int:
     """Return how many columns of a span are asked for in advance, a power of two."""
-    return min(EARLY, span & -span)
+    return min(tile.early, span & -span)
 
 
 def fold(x: Tensor, partial: Tensor, weight: Tensor, y: Tensor, eps: float,
@@ -220,6 +256,11 @@ def fold(x: Tensor, partial: Tensor, weight: Tensor, y: Tensor, eps: float,
 def fits(K: int, splits: int = 1) -> bool:
     """Return whether ``product`` and ``gated`` take sums over ``K`` in so many splits."""
     return K % (splits * STEP) == 0
+
+
+def gated_fits(N: int) -> bool:
+    """Return whether ``gated`` takes ``N`` columns in every tile."""
+    return all(N % tile.columns == 0 for kind, tile in TILES.items() if kind.endswith('gated'))
 
 
 def gated_reference(a: Tensor, w: Tensor) -> Tensor:
@@ -245,12 +286,13 @@ def check(device: torch.device, dtype: torch.dtype, N: int, K: int, tolerance: f
     """
     Return whether 16 rows agree with float32 within ``tolerance``, and bitwise with each.
 
-    ``narrow``: of FP8 weights.
+    So must those of a chunk, but for the bits. ``narrow``: of FP8 weights.
     """
     pdl = overlaps(device)
     a, values = draw(device, dtype, 16, K), draw(device, dtype, N, K, seed=1) / 32
     weight = draw(device, torch.float32, N, seed=2)
-    half = N // 2 - N // 2 % GATED_TILE[0]
+    half = N // 2
+    half -= half % max(tile.columns for tile in TILES.values())
     w: Tensor | fp8.ChannelWeight = values
     gates: Tensor | fp8.ChannelWeight = values[:2 * half]
     if narrow:
@@ -258,22 +300,26 @@ def check(device: torch.device, dtype: torch.dtype, N: int, K: int, tolerance: f
         w = fp8.ChannelWeight(*fp8.quantise(values * spread))
         gates, values = w.rows(slice(0, 2 * half)), w.values()
 
-    def run(rows: Tensor) -> list[Tensor]:
+    def run(rows: Tensor, alone: bool = True) -> list[Tensor]:
         M = rows.shape[0]
         out = torch.full((M, N), torch.nan, device=device, dtype=dtype)
         partial = torch.full((SPLITS, M, N), torch.nan, device=device)
         hidden = torch.full((M, half), torch.nan, device=device, dtype=dtype)
-        product(rows, w, out, pdl)
-        product(rows, w, partial, pdl)
-        gated(rows, gates, hidden, pdl)
+        product(rows, w, out, pdl, alone)
+        product(rows, w, partial, pdl, alone)
+        gated(rows, gates, hidden, pdl, alone)
         stream, y = out.clone(), torch.full_like(out, torch.nan)
         fold(stream, partial, weight, y, 1e-6, pdl)
         return [out, stream, y, hidden]
 
-    mine, full = run(a), F.linear(a.float(), values.float())
-    expected = [full, 2 * full, rms_norm(2 * full, weight, 1e-6),
-                gated_reference(a, values[:2 * half])]
-    agree = [close(one, other, tolerance) for one, other in zip(mine, expected)]
+    def agrees(rows: Tensor, mine: list[Tensor]) -> list[bool]:
+        full = F.linear(rows.float(), values.float())
+        expected = [full, 2 * full, rms_norm(2 * full, weight, 1e-6),
+                    gated_reference(rows, values[:2 * half])]
+        return [close(one, other, tolerance) for one, other in zip(mine, expected)]
+
+    mine, chunk = run(a), draw(device, dtype, CHUNK + 3, K, seed=3)
+    agree = agrees(a, mine) + agrees(chunk, run(chunk, alone=False))
     for few in (slice(0, 1), slice(7, 8), slice(15, 16), slice(0, 3), slice(4, 12)):
         agree += [torch.equal(one, all_[few]) for one, all_ in zip(run(a[few]), mine)]
     return all(agree)
@@ -291,23 +337,20 @@ def _variants() -> tuple[Variant, ...]:
         (False, False, (87,)), (True, False, (90, 110, 121)),
         (True, True, FP8_ARCHS))
     for pdl, fp8_, archs in boards:
-        early = EARLY if pdl else 0
-        wide, split, gates = ((FP8_WIDE_TILE, FP8_SPLIT_TILE, FP8_GATED_TILE) if fp8_ else
-                              (WIDE_TILE, SPLIT_TILE, GATED_TILE))
-        for N, K, splits, kind, tile in ((16480, 5120, 1, '*bf16', wide),
-                                         (5120, 17408, SPLITS, '*fp32', split)):
-            values = {'N': N, 'K': K, 'SPLITS': splits, 'BM': ROWS, 'BN': tile[0],
-                      'BK': tile[1], 'EARLY': early, 'FP8': fp8_, 'PDL': pdl}
+        kinds = ('fp8 ',) if fp8_ else ('', 'chunk ')
+        rows = dict(zip(kinds, (ROWS, CHUNK)))
+        for kind, (shape, (N, K, splits, stored)) in combinations(kinds, {
+                'wide': (16480, 5120, 1, '*bf16'), 'split': (5120, 17408, SPLITS, '*fp32'),
+                'gated': (17408, 5120, 0, '*bf16')}.items()):
+            tile = TILES[kind + shape]
+            values = {'N': N, 'K': K, 'BM': rows[kind], 'BN': tile.columns, 'BK': tile.step,
+                      'EARLY': tile.early if pdl else 0, 'SWAPPED': tile.swapped, 'FP8': fp8_,
+                      'PDL': pdl} | ({'SPLITS': splits} if splits else {})
             found.append(Variant(
-                row_product, types | (narrow if fp8_ else plain) | {'out': kind}
+                row_product if splits else row_gate_up,
+                (types if splits else gate) | (narrow if fp8_ else plain) | {'out': stored}
                 | dict.fromkeys(values, 'constexpr'), values,
-                num_warps=tile[2], num_stages=tile[3], archs=archs))
-        values = {'N': 17408, 'K': 5120, 'BM': ROWS, 'BN': gates[0], 'BK': gates[1],
-                  'EARLY': early, 'FP8': fp8_, 'PDL': pdl}
-        found.append(Variant(
-            row_gate_up,
-            gate | (narrow if fp8_ else plain) | dict.fromkeys(values, 'constexpr'), values,
-            num_warps=gates[2], num_stages=gates[3], archs=archs))
+                num_warps=tile.warps, num_stages=tile.stages, archs=archs))
         if fp8_:
             continue  # the sums are folded by one kernel, whatever they were made of
         values = {'N': 5120, 'BLOCK': 8192, 'SPLITS': SPLITS, 'PDL': pdl}

@@ -101,9 +101,10 @@ def cases(c: Qwen35Config) -> Iterator[Case]:
         yield from products.products(p, CPU, ROWS, True)
         yield from products.gated(p, CPU, ROWS)
         yield from products.chunk_rows(p, CPU, TOKENS)
-        if precision == 'int4':  # the others take the library
-            for T in (FEW, TOKENS):
-                yield from products.chunk_products(p, CPU, T)
+        if precision != 'fp8':  # which takes the library
+            yield from products.few_products(p, CPU, FEW)
+        if precision == 'int4':
+            yield from products.chunk_products(p, CPU, TOKENS)
     yield from kernels.layers(c, CPU, ROWS, [LENGTH], TOKENS)
     yield from kernels.steps(c, CPU, ROWS)
     for precision in kernels.KV_PRECISIONS:
@@ -119,7 +120,7 @@ if __name__ == '__main__':
         sizes, ROWS = replace(NAMED[sys.argv[1]][0], vocab=2080), [1, 5]
         FEW, TOKENS, LENGTH = 64, 128, 512
     else:
-        sizes, ROWS, FEW, TOKENS, LENGTH = SMALL, [5], 3, 18, 70
+        sizes, ROWS, FEW, TOKENS, LENGTH = SMALL, [5], 18, 18, 70
         kernels.LAYERS, decode_attention.SPLITS = 2, 4
     fast.selected = lambda c, device: True
     for module in (products, kernels, fast):

@@ -60,8 +60,12 @@ def equal(one, two, tokens):
 
 
 @functools.cache
-def prefilled():
-    """Two chunks, the last one padded, through both forward passes; noted for MTP too."""
+def prefilled(few=KEY - 1):
+    """Two chunks, the last one padded, through both forward passes; noted for MTP too.
+
+    Of more than ``few`` tokens the products are the library's, and int4 weights are widened.
+    """
+    products.FEW = few
     b = {**stored_weights(C), **fresh(C, float('nan'))}
     theirs, mine = copied(b), copied(b)
     tokens = torch.randint(0, C.vocab, (START,), generator=torch.Generator().manual_seed(2))
@@ -85,6 +89,7 @@ def prefilled():
 def check_prefill() -> None:
     """Hidden states, KV, recurrent, convolution and MTP state equal those of the plain layers."""
     prefilled()
+    prefilled(KEY)
 
 
 def check_rows() -> None:
@@ -139,12 +144,10 @@ def check_head() -> None:
 
 if __name__ == '__main__':
     row_products.SPLITS = 1
-    for tile in ('WIDE_TILE', 'SPLIT_TILE', 'GATED_TILE'):
-        setattr(row_products, tile, (32, 64, 4, 2))
-        setattr(row_products, f'FP8_{tile}', (32, 64, 4, 2))
+    for kind, tile in row_products.TILES.items():
+        row_products.TILES[kind] = tile._replace(columns=32, step=64)
     # The interpreter does not round to E4M3 as it should, and torch multiplies it for CUDA only.
     fp8_rows.STORED = torch.float32
-    products.FEW = KEY - 1  # chunks widen int4 weights
     fp8.multiply = lambda q, scale, w: fp8.multiply_reference(q.to(fp8.E4M3), scale, w)
     decode_attention.SPLITS = 4
     with torch.no_grad():

@@ -38,9 +38,11 @@ from flashrt_core.planners.qwen3_5.precision import rows_of
 from flashrt_core.planners.qwen3_5.precision import Weight
 from flashrt_core.planners.qwen3_5.precision import weight
 from flashrt_core.planners.qwen3_5.products import chunk_product
-from flashrt_core.planners.qwen3_5.products import ChunkProducts
-from flashrt_core.planners.qwen3_5.products import row_gated
+from flashrt_core.planners.qwen3_5.products import FEW
+from flashrt_core.planners.qwen3_5.products import LAST_NORM
+from flashrt_core.planners.qwen3_5.products import products_of
 from flashrt_core.planners.qwen3_5.products import row_product
+from flashrt_core.planners.qwen3_5.products import RowProducts
 from flashrt_core.planners.qwen3_5.products import selected as products_selected
 from flashrt_core.planners.qwen3_5.weights import ROPE
 from flashrt_core.planners.qwen3_5.weights import weight_specs
@@ -51,7 +53,6 @@ __all__ = ['chunk', 'head', 'mtp_draft', 'mtp_note', 'rows', 'scratch_specs', 's
 Tensors = Mapping[str, Tensor]
 
 READS_SPAN = False  # of the keys, ``chunk`` reads those that are valid
-FEW = 64            # tokens up to which MTP's pairs go through the products of few rows
 NORM_HEADS_MANY = 16  # value heads of a program of the gated norm over many tokens
 
 
@@ -74,7 +75,7 @@ def fits(c: Qwen35Config) -> bool:
         and row_products.fits(c.width)
         and all(row_products.fits(K, splits)
                 for K in (c.q_dim, c.v_dim, c.mlp))
-        and c.mlp % row_products.GATED_TILE[0] == 0
+        and row_products.gated_fits(c.mlp)
         and (c.precision != 'fp8' or (c.channels + c.v_dim + 2 * c.value_heads) % 16 == 0)
         and decode_attention.fits(c.heads, c.kv_heads, c.head_dim)
         and prefill_attention.fits(c.heads, c.kv_heads, c.head_dim)
@@ -92,35 +93,30 @@ def chunk(c: Qwen35Config, b: Tensors, tokens: Tensor, position: Tensor, length:
     slots = torch.where(at < length, positions, -1)
     cos, sin = rope_tables(positions, b[ROPE])
     x = embed(c, b, tokens)
-    multiply = ChunkProducts(c, b, x)
+    multiply, pdl = products_of(c, b, x), overlaps(x.device)
     q = x.new_empty((T, c.heads, c.head_dim))
     attended, mixed = torch.empty_like(q), x.new_empty((T, c.value_heads, c.value_dim))
     rule = delta_chunk.DeltaChunk(T, c.value_heads, c.key_heads, c.key_dim, c.value_dim, x.dtype,
-                                  x.device)
-    attend = prefill_attention.PrefillAttention(T, c.heads, c.kv_heads, c.head_dim, x.device,
-                                                overlaps(x.device))
-    y = multiply.norm(x, None, 'layers.0.norm1')
+                                  x.device, pdl)
+    attend = prefill_attention.PrefillAttention(T, c.heads, c.kv_heads, c.head_dim, x.device, pdl)
+    y = multiply.begin(x, 'layers.0.norm1')
     for i in range(c.layers):
         arrived(i)
         w = f'layers.{i}'
         if c.is_full(i):
             proj = multiply(y, f'{w}.qkv')
             token_rows.heads(proj, b[f'{w}.q_norm'], b[f'{w}.k_norm'], cos, sin, slots, q,
-                             b[f'kv.{i}'], c.eps)
+                             b[f'kv.{i}'], c.eps, pdl)
             attend(q, b[f'kv.{i}'], _gate(c, proj), attended, position, length)
-            z = multiply(attended.view(T, c.q_dim), f'{w}.out')
+            y = multiply.finish(x, attended.view(T, c.q_dim), w, _norm_after(c, i))
         else:
             channels, gate, a, beta = _split(c, multiply(y, f'{w}.mix'))
             o = rule(channels, a, beta, b[f'{w}.conv'], b[f'{w}.a_log'], b[f'{w}.dt_bias'],
                      b[f'conv.{i}'], b[f'recurrent.{i}'], length)
             delta_step.norm(o, gate, b[f'{w}.gate_norm'], mixed, length, c.eps,
-                            heads=NORM_HEADS_MANY)
-            z = multiply(mixed.view(T, V), f'{w}.out')
-        y = multiply.norm(x, z, f'{w}.norm2')
-        z = multiply(multiply.gate(multiply(y, f'{w}.gate_up')), f'{w}.down')
-        if i + 1 < c.layers:
-            y = multiply.norm(x, z, f'layers.{i + 1}.norm1')
-    return multiply.last_norm(x, z, 'norm')
+                            pdl=pdl, heads=NORM_HEADS_MANY)
+            y = multiply.finish(x, mixed.view(T, V), w, _norm_after(c, i))
+    return y
 
 
 def rows(c: Qwen35Config, b: Tensors, tokens: Tensor, positions: Tensor,
@@ -133,24 +129,23 @@ def rows(c: Qwen35Config, b: Tensors, tokens: Tensor, positions: Tensor,
     reach = _Reach(c, memory, positions)
     cos, sin = rope_tables(positions, b[ROPE])
     x = embed(c, b, tokens)
-    y = torch.empty_like(x)
     q = x.new_empty((M, c.heads, c.head_dim))
     attended, mixed = torch.empty_like(q), x.new_empty((M, c.value_heads, c.value_dim))
     o = x.new_empty((M, c.value_heads, c.value_dim), dtype=torch.float32)
-    layer = _Layer(c, b, M, x)
+    multiply = RowProducts(c, b, x)
     attend = decode_attention.DecodeAttention(M, c.heads, c.kv_heads, c.head_dim, x.device, pdl)
-    row_kernels.norm_rows(x, None, b['layers.0.norm1'], None, y, c.eps)
+    y = multiply.begin(x, 'layers.0.norm1')
     for i in range(c.layers):
         w = f'layers.{i}'
         if c.is_full(i):
-            proj = layer.project(y, f'{w}.qkv')
+            proj = multiply(y, f'{w}.qkv')
             kv, tail = reach.keys(i)
             token_rows.heads(proj, b[f'{w}.q_norm'], b[f'{w}.k_norm'], cos, sin, reach.slots, q,
                              kv if tail is None else tail.view(-1, *kv.shape[1:]), c.eps, pdl)
             attend(q, kv, positions, attended, _gate(c, proj), tail, reach.prefix)
-            layer.finish(x, y, attended.view(M, c.q_dim), w, _norm_after(c, b, i))
+            y = multiply.finish(x, attended.view(M, c.q_dim), w, _norm_after(c, i))
         else:
-            channels, gate, a, beta = _split(c, layer.project(y, f'{w}.mix'))
+            channels, gate, a, beta = _split(c, multiply(y, f'{w}.mix'))
             reach.hold(i, channels, a, beta)
             columns, state = reach.state(i)
             delta_step.step(channels, a, beta, b[f'{w}.conv'], b[f'{w}.a_log'],
@@ -158,7 +153,7 @@ def rows(c: Qwen35Config, b: Tensors, tokens: Tensor, positions: Tensor,
             delta_step.norm(o, gate, b[f'{w}.gate_norm'], mixed, reach.rows, c.eps,
                             channels if reach.moves else None,
                             columns if reach.moves else None, reach.count, pdl)
-            layer.finish(x, y, mixed.view(M, V), w, _norm_after(c, b, i))
+            y = multiply.finish(x, mixed.view(M, V), w, _norm_after(c, i))
     return y
 
 
@@ -191,40 +186,16 @@ def mtp_draft(c: Qwen35Config, b: Tensors, token: Tensor, hidden: Tensor,
     positions, w, pdl = position[None], 'mtp.layer', overlaps(token.device)
     cos, sin = rope_tables(positions, b[ROPE])
     x = _mtp_input(c, b, token[None], hidden[None])
-    y = torch.empty_like(x)
-    row_kernels.norm_rows(x, None, b[f'{w}.norm1'], None, y, c.eps)
     q = x.new_empty((1, c.heads, c.head_dim))
     attended = torch.empty_like(q)
-    layer = _Layer(c, b, 1, x)
+    multiply = RowProducts(c, b, x)
     attend = decode_attention.DecodeAttention(1, c.heads, c.kv_heads, c.head_dim, x.device, pdl)
-    proj = layer.project(y, f'{w}.qkv')
+    proj = multiply(multiply.begin(x, f'{w}.norm1'), f'{w}.qkv')
     token_rows.heads(proj, b[f'{w}.q_norm'], b[f'{w}.k_norm'], cos, sin, positions, q,
                      b['mtp.kv'], c.eps, pdl)
     attend(q, b['mtp.kv'], positions, attended, _gate(c, proj))
-    layer.finish(x, y, attended.view(1, c.q_dim), w, b['mtp.norm'])
+    y = multiply.finish(x, attended.view(1, c.q_dim), w, 'mtp.norm')
     return head(c, b, y)[0], y[0]
-
-
-class _Layer:
-    """The products of M rows; holds the scratch that layers share."""
-
-    def __init__(self, c: Qwen35Config, b: Tensors, M: int, x: Tensor) -> None:
-        self._c, self._b, self._pdl = c, b, overlaps(x.device)
-        self._partial = x.new_empty((row_products.SPLITS, M, c.width), dtype=torch.float32)
-        self._hidden = x.new_empty((M, c.mlp))
-
-    def project(self, y: Tensor, name: str) -> Tensor:
-        """Return y [M, width] times a weight, in memory of its own."""
-        return _product(y, weight(self._b, name))
-
-    def finish(self, x: Tensor, y: Tensor, mixed: Tensor, at: str, norm: Tensor) -> None:
-        """Add out product and gated MLP to x [M, width]; y becomes x normed for what follows."""
-        b, eps, pdl = self._b, self._c.eps, self._pdl
-        row_product(mixed, weight(b, f'{at}.out'), self._partial, pdl)
-        row_products.fold(x, self._partial, b[f'{at}.norm2'], y, eps, pdl)
-        row_gated(y, weight(b, f'{at}.gate_up'), self._hidden, pdl)
-        row_product(self._hidden, weight(b, f'{at}.down'), self._partial, pdl)
-        row_products.fold(x, self._partial, norm, y, eps, pdl)
 
 
 class _Reach:
@@ -313,6 +284,6 @@ def _split(c: Qwen35Config, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return channels, z.unflatten(1, (c.value_heads, -1)), a, beta
 
 
-def _norm_after(c: Qwen35Config, b: Tensors, layer: int) -> Tensor:
-    """Return the weight of the norm that follows a layer."""
-    return b['norm'] if layer + 1 == c.layers else b[f'layers.{layer + 1}.norm1']
+def _norm_after(c: Qwen35Config, layer: int) -> str:
+    """Return the name of the norm that follows a layer."""
+    return LAST_NORM if layer + 1 == c.layers else f'layers.{layer + 1}.norm1'
