@@ -97,6 +97,8 @@ class Boundary:
     :param lane: the session's lane; asked whether the state is committed. None only where no
         plan runs (tests, tools).
     :param stages: in which state arrives while the next plan runs; None: restores end first.
+    :param notes: what else the host knows of the state now; a mark keeps it and a rollback's hooks
+        find it there, so that they need not ask the device.
     :raises BoundaryIncomplete: a live STATE buffer is not in `order`, or a name in it is not one.
     """
 
@@ -111,10 +113,12 @@ class Boundary:
         session: str = '',
         lane: Lane | None = None,
         stages: Stages | None = None,
+        notes: Callable[[], Any] = lambda: None,
     ) -> None:
         self.buffers = buffers
         self.lane = lane
         self.stages = stages
+        self.notes = notes
         self.session = check_id(session, 'session name') if session else ''
         self.poisoned: str | None = None
         self.parent = ''

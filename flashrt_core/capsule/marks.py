@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 class Mark:
     """One point of a session to roll back to; `dead` says why it no longer can be, or ''.
 
-    Holds a slot of the session's ring: the ring reuses the oldest slot, and the mark dies.
+    Holds a slot of the session's ring: the ring reuses the oldest slot, and the mark dies. `notes`
+    are those of its boundary then.
     """
 
     position: int
@@ -29,6 +31,7 @@ class Mark:
     bit_exact: bool
     lineage: int
     slot: int
+    notes: Any = None
     dead: str = ''
 
     @property
@@ -98,6 +101,7 @@ class MarkRing:
             boundary.bit_exact,
             boundary.lineage,
             slot,
+            boundary.notes(),
         )
         self._marks.append(mark)
         return mark

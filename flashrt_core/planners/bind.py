@@ -137,6 +137,7 @@ def bind(
             session=family.name,
             lane=lane,
             stages=stages,
+            notes=lambda: (mirror.pending, mirror.followed),
         )
         runner = Runner(lane, boundary, mirror, MarkRing(backend, boundary, 1))
     except BaseException:

@@ -185,9 +185,7 @@ class Branches:
                 tail = own[f'tail.{buffer.name}'].row(row)[: self._tail]
                 buffer.row(0)[at:end].copy_(tail)
         session.buffers.arena[0].copy_(own.arena[row])
-        session.mirror.position = end
-        session.mirror.pending = None if self.pending is None else self.pending[row]
-        session.read_followed()
+        session.read_mirror()
         self._ended = f'branch {row} was committed'
 
     def _failed(self, error: BaseException) -> None:

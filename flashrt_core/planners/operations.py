@@ -57,6 +57,11 @@ class Mirror:
     followed: Followed = field(default_factory=Followed)
     epoch: int = 0
 
+    def return_to(self, mark: Mark) -> None:
+        """Know what was known at a mark, which keeps the boundary's notes."""
+        self.position = mark.position
+        self.pending, self.followed = mark.notes
+
     def extents(self, kv: Sequence[str]) -> dict[str, int]:
         """Return the valid tokens of the KV buffers; MTP's pair of the last token needs a next."""
         return {
@@ -99,15 +104,6 @@ class Job:
     fill: Callable[[], None]
     land: Callable[[], Any]
     restore: Callable[[], Arrival] | None = None
-
-
-@dataclass(frozen=True)
-class Point:
-    """Where a plan began, to go back to: the small state and its mirror."""
-
-    mark: Mark
-    pending: int | None
-    followed: Followed
 
 
 class Tenant(Protocol):
@@ -179,7 +175,7 @@ class Runner:
         self.boundary = boundary
         self.mirror = mirror
         self.undo = undo
-        self.point: Point | None = None
+        self.point: Mark | None = None
         self.tenant: Tenant | None = None
         self._undo_always = lane.backend.name == 'cpu'
         self._lock = threading.RLock()
@@ -257,14 +253,12 @@ class Runner:
 
     def take(self) -> None:
         """Keep the small state of now; lane thread."""
-        mirror = self.mirror
-        self.point = Point(self.undo.take(self.boundary), mirror.pending, mirror.followed)
+        self.point = self.undo.take(self.boundary)
 
-    def go_back(self, point: Point) -> None:
+    def go_back(self, point: Mark) -> None:
         """Return to where a plan began; lane thread. KV beyond the extent is never read."""
-        self.undo.write_back(point.mark)
-        self.mirror.position, self.mirror.pending = point.mark.position, point.pending
-        self.mirror.followed = point.followed
+        self.undo.write_back(point)
+        self.mirror.return_to(point)
 
     def new_epoch(self) -> None:
         """End what was begun before; lane thread."""

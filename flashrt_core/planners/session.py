@@ -391,21 +391,24 @@ class PlannerSession:
 
     def _restored(self, info: CapsuleInfo | Mark, rows: tuple[int, ...]) -> None:
         """Follow a restore or rollback; a state under another position is refused here."""
-        position = int(self.buffers['position'].tensor[0])
-        pending = int(self.buffers['pending'].tensor[0])
-        if position != info.position:
-            raise CapsuleCorrupt(
-                f'the state says position {position}, its capsule {info.position}; drop it'
-            )
-        self.mirror.position = position
-        self.mirror.pending = pending if pending >= 0 else None
-        self.read_followed()
+        if isinstance(info, Mark):
+            self.mirror.return_to(info)
+        else:
+            self.read_mirror()
+            if self.mirror.position != info.position:
+                raise CapsuleCorrupt(
+                    f'the state says position {self.mirror.position}, its capsule '
+                    f'{info.position}; drop it'
+                )
         self._new_epoch()
 
-    def read_followed(self) -> None:
-        """Learn from the state what a grammar has followed of it; lane thread."""
-        values = self.buffers['followed'].row(0).tolist()
-        self.mirror.followed = Followed.read(values, self.context)
+    def read_mirror(self) -> None:
+        """Learn from the state what the host knows of it, by one read; lane thread."""
+        b, mirror = self.buffers, self.mirror
+        parts = [b['position'].tensor, b['pending'].tensor, b['followed'].row(0)]
+        mirror.position, pending, *followed = torch.cat(parts).tolist()
+        mirror.pending = pending if pending >= 0 else None
+        mirror.followed = Followed.read(followed, self.context)
 
     def _new_epoch(self) -> None:
         self.runner.new_epoch()

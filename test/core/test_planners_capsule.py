@@ -232,6 +232,19 @@ def test_a_mark_takes_the_state_back_and_leaves_kv_where_it_is(session, store):
         session.lane.at_boundary(lambda: store.rollback(session.boundary, marks[2])).result(20)
 
 
+def test_after_a_rollback_the_host_knows_of_the_state_what_the_device_says(session, store):
+    lived_in(session)
+    mark = session.lane.at_boundary(lambda: store.mark(session.boundary)).result(20)
+    known = (session.position, session.pending, session.mirror.followed)
+    assert known[1] is not None and known[2].count == 3
+    run(session, 2, DRAWN)
+    assert session.mirror.followed.count == 0
+    session.lane.at_boundary(lambda: store.rollback(session.boundary, mark)).result(20)
+    for read in (lambda: None, session.read_mirror):
+        session.lane.call(read).result(20)
+        assert (session.position, session.pending, session.mirror.followed) == known
+
+
 def test_a_mark_dies_when_a_prefill_rewrites_the_kv_below_it(session, store):
     session.prefill(PROMPT).result(20)
     mark = session.lane.at_boundary(lambda: store.mark(session.boundary)).result(20)
