@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flashrt_core.errors import ConfigError
+from flashrt_core.policies.embeddings import Embedding
 from flashrt_core.policies.preprocess import letterbox
 from flashrt_core.policies.protocol import Chunk
 from flashrt_core.policies.protocol import Frame
@@ -20,6 +21,7 @@ POLICIES = ('pi0', 'pi05')
 
 __all__ = [
     'Chunk',
+    'Embedding',
     'Frame',
     'MemoryNeed',
     'Modality',

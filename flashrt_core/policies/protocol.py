@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from flashrt_core.capsule import Boundary
+    from flashrt_core.policies.embeddings import Embedding
     from flashrt_core.policies.text import Tokenizer
     from flashrt_core.runtime import Backend
     from flashrt_core.runtime import BufferSet
@@ -39,6 +40,7 @@ class Modality(StrEnum):
     STATE = 'state'
     TEXT = 'text'
     SUBGOAL = 'subgoal'
+    SUBGOAL_EMBEDDING = 'subgoal_embedding'
     ACTION = 'action'
     NOISE = 'noise'
     GUIDANCE = 'guidance'
@@ -96,10 +98,15 @@ class Frame(Protocol):
 
 @dataclass(frozen=True)
 class SubgoalWrite:
-    """One write into the subgoal slot: token ids and the planner's sequence number."""
+    """One write into the subgoal slot: token ids and the planner's sequence number.
+
+    ``embedding``: what the policy reads in the tokens' place, row by row; the tokens are then kept
+    for the record alone. Only for a session with a port of that modality.
+    """
 
     sequence: int
     tokens: Sequence[int]
+    embedding: Embedding | None = None
 
 
 @dataclass(frozen=True)

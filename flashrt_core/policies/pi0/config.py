@@ -26,7 +26,7 @@ from flashrt_core.policies.normalise import Statistics
 from flashrt_core.policies.selectors import SELECTORS
 
 FAMILIES = ('pi0', 'pi05')
-RESERVED = {'state', 'prompt', 'subgoal', 'noise', 'action', 'guidance'}
+RESERVED = {'state', 'prompt', 'subgoal', 'subgoal_embedding', 'noise', 'action', 'guidance'}
 FLOW_STEPS_LIMIT = 1000
 FILES = ('weights', 'tokenizer', 'statistics_file', 'scales')  # may lie beside a config's file
 CONFIG_SUFFIXES = ('.yaml', '.yml')
@@ -42,6 +42,8 @@ class Pi0Config:
     ``family``: 'pi0' gives the state to the expert as a token; 'pi05' writes it into the prompt
     (``state_tokens`` of it) and lets the flow's time modulate the expert's norms (adaRMS).
     ``state_dim`` and ``action_dim`` are the robot's, the widths those of the model (zero-padded).
+    ``subgoal_embedding_tokens``: rows that a subgoal may give in place of its tokens, at most
+    ``subgoal_tokens``; 0 binds no such input.
     ``relative``: action indexes that the model gives relative to the state of the same index.
     ``rows``: branches allocated. ``row_keys``: branch counts captured.
     ``chunk_mode``: how a new chunk joins the one being played, see policies/chunking.py.
@@ -81,6 +83,7 @@ class Pi0Config:
     action_width: int
     family: str = 'pi0'
     state_tokens: int = 0
+    subgoal_embedding_tokens: int = 0
     flow_steps: int = 10
     min_period: float = 4e-3
     max_period: float = 4.0
@@ -157,7 +160,8 @@ class Pi0Config:
         """Return what decides how a state is read: all but paths, rows and first values."""
         skipped = (
             'weights weight_seed rows row_keys best_of_keys selector seed tokenizer cpu_threads '
-            'guidance reuse_vision statistics_file statistics normalisation precision scales'
+            'guidance reuse_vision statistics_file statistics normalisation precision scales '
+            'subgoal_embedding_tokens'
         ).split()
         record = {k: v for k, v in asdict(self).items() if k not in skipped}
         if self.quantised:
@@ -189,6 +193,11 @@ def check(c: Pi0Config) -> None:
             c.state_tokens >= 1 if c.family == 'pi05' else c.state_tokens == 0,
             f'state_tokens is {c.state_tokens}; Pi0.5 writes the state into its prompt and needs '
             'some, about 4 a joint and 10 more; Pi0 has none: give 0',
+        ),
+        (
+            0 <= c.subgoal_embedding_tokens <= c.subgoal_tokens,
+            f'subgoal_embedding_tokens is {c.subgoal_embedding_tokens}; give 0 to subgoal_tokens '
+            f'{c.subgoal_tokens}, whose places the rows take',
         ),
         (
             bool(c.views) and len(set(c.views)) == len(c.views),

@@ -30,6 +30,8 @@ from flashrt_core.nn.fp8 import E4M3
 from flashrt_core.nn.fp8 import product
 from flashrt_core.nn.fp8 import scale_of
 from flashrt_core.policies.pi0.config import Pi0Config
+from flashrt_core.policies.pi0.model import embed_text
+from flashrt_core.policies.pi0.model import Given
 from flashrt_core.policies.pi0.model import Guide
 from flashrt_core.policies.pi0.model import Prefix
 from flashrt_core.policies.pi0.model import prefixes_of
@@ -120,10 +122,11 @@ def encode_prefix(
     kv: Tensor,
     w: Mapping[str, Tensor],
     c: Pi0Config,
+    given: Given | None = None,
 ) -> None:
     """As ``model.encode_prefix``."""
     d = c.prefix
-    x = torch.cat([image_tokens, F.embedding(text, w['prefix.embed']) * d.width**0.5])
+    x = torch.cat([image_tokens, embed_text(text, w, c, given)])
     P, pdl = x.shape[0], overlaps(x.device)
     cos, sin = rope_tables(mask.cumsum(0) - 1, w['table.rope'])
     y = torch.empty_like(x, dtype=input_type(c))

@@ -24,6 +24,7 @@ from flashrt_core.policies.pi0 import model
 from flashrt_core.policies.pi0 import pi05
 from flashrt_core.policies.pi0 import pi05_fast
 from flashrt_core.policies.pi0.config import Pi0Config
+from flashrt_core.policies.pi0.model import Given
 from flashrt_core.policies.pi0.model import Guide
 from flashrt_core.policies.pi0.precision import reading
 from flashrt_core.policies.selectors import select
@@ -109,13 +110,19 @@ def prefix_body(c: Pi0Config, forward: ModuleType, b: Ports, key: ShapeKey) -> N
     _latch(b, subgoal[0], 'subgoal_length', subgoal[1])
     _latch(b, subgoal[0], 'subgoal_sequence', subgoal[2])
     _latch(b, subgoal[0], 'subgoal_tokens', subgoal[layout.SUBGOAL_HEAD :])
+    if c.subgoal_embedding_tokens:
+        length, rows = b['input.subgoal_embedding_length'], b['input.subgoal_embedding']
+        here = torch.arange(len(rows), device=rows.device) < length
+        _latch(b, subgoal[0], 'subgoal_embedding_length', length[0])
+        _latch(b, subgoal[0], 'subgoal_embedding', torch.where(here[:, None], rows, 0.0))
 
     views = b['input.control'][layout.VIEW_MASK :].bool()  # [V]
     text, said = language(c, b)
     mask = torch.cat([views[:, None].expand(-1, c.vision.tokens).flatten(), said])  # [P]
     b['prefix_mask'].copy_(mask)
     text = text.clamp(0, c.vocab - 1)  # padding may hold anything
-    forward.encode_prefix(b['image_tokens'], text, mask, b['prefix_kv'], b, c)
+    forward.encode_prefix(
+        b['image_tokens'], text, mask, b['prefix_kv'], b, c, given_rows(c, b))
     if c.guidance:
         free = b['free_mask'].copy_(mask)
         free[c.image_tokens : c.prefix_tokens - c.state_tokens] = False  # all language of the task
@@ -131,19 +138,37 @@ def language(c: Pi0Config, b: Ports) -> tuple[Tensor, Tensor]:
     """
     prompt, subgoal = b['next.prompt_tokens'], b['next.subgoal_tokens']
     slots = torch.arange(c.text_tokens, device=prompt.device)
+    length = b['next.subgoal_length']
+    if c.subgoal_embedding_tokens:
+        rows = b['next.subgoal_embedding_length']
+        length = torch.where(rows > 0, rows, length)
     in_prompt = slots[: c.prompt_tokens] < b['next.prompt_length']
-    in_subgoal = slots[: c.subgoal_tokens] < b['next.subgoal_length']
+    in_subgoal = slots[: c.subgoal_tokens] < length
     if not c.modulated:
         return torch.cat([prompt, subgoal]), torch.cat([in_prompt, in_subgoal])
-    planned, room = b['next.subgoal_length'] > 0, c.text_tokens - c.state_tokens
+    planned, room = length > 0, c.text_tokens - c.state_tokens
 
     def task(of_subgoal: Tensor, of_prompt: Tensor) -> Tensor:
         a, z = (F.pad(t, (0, room - len(t))) for t in (of_subgoal, of_prompt))
         return torch.where(planned, a, z)
 
-    length, state = b['input.state_text'].split([layout.STATE_TEXT_HEAD, c.state_tokens])
+    said, state = b['input.state_text'].split([layout.STATE_TEXT_HEAD, c.state_tokens])
     text = torch.cat([task(subgoal, prompt), state.to(prompt.dtype)])
-    return text, torch.cat([task(in_subgoal, in_prompt), slots[: c.state_tokens] < length])
+    return text, torch.cat([task(in_subgoal, in_prompt), slots[: c.state_tokens] < said])
+
+
+def given_rows(c: Pi0Config, b: Ports) -> Given | None:
+    """Return the latched embedding of the subgoal in its places among the language tokens.
+
+    It takes the places of the subgoal's tokens from the first on; None where none is bound.
+    """
+    if not c.subgoal_embedding_tokens:
+        return None
+    rows = b['next.subgoal_embedding']
+    here = torch.arange(len(rows), device=rows.device) < b['next.subgoal_embedding_length']
+    first = 0 if c.modulated else c.prompt_tokens
+    ends = (first, c.text_tokens - first - len(rows))
+    return Given(F.pad(rows, (0, 0, *ends)), F.pad(here, ends))
 
 
 def denoise_body(c: Pi0Config, forward: ModuleType, b: Ports, key: ShapeKey) -> None:
@@ -188,7 +213,8 @@ def denoise_body(c: Pi0Config, forward: ModuleType, b: Ports, key: ShapeKey) -> 
     written['seed'] = seed
     written['tick'] = held['tick'] + 1
     for name in layout.NEXT:
-        written[name] = b[f'next.{name}'].expand_as(held[name])
+        if name in held:
+            written[name] = b[f'next.{name}'].expand_as(held[name])
 
     kept = torch.zeros_like(control[0])
     if best:

@@ -14,6 +14,7 @@ from flashrt_core.errors import BadSize
 from flashrt_core.errors import ConfigError
 from flashrt_core.errors import ObservationMissing
 from flashrt_core.errors import ObservationNonFinite
+from flashrt_core.policies.embeddings import Embedding
 from flashrt_core.policies.pi0 import layout
 from flashrt_core.policies.pi0.config import Pi0Config
 from flashrt_core.policies.prompts import StateText
@@ -43,6 +44,8 @@ def check_input(t: TickInput, rows: int, c: Pi0Config) -> None:
             raise ConfigError(f'subgoal is {t.subgoal!r:.80}; give a SubgoalWrite')
         check_range('subgoal sequence', t.subgoal.sequence, 0, 2**63 - 1)
         _check_tokens('subgoal', t.subgoal.tokens, c.subgoal_tokens, c.vocab)
+        if t.subgoal.embedding is not None:
+            _check_embedding(t.subgoal.embedding, c)
     if t.guidance is not None:
         _check_guidance(t.guidance, c)
     if t.noise is not None:
@@ -90,8 +93,22 @@ def write_input(
     _write_text(host['prompt'], layout.PROMPT_HEAD, t.prompt)
     _write_text(host['subgoal'], layout.SUBGOAL_HEAD, t.subgoal.tokens if t.subgoal else None)
     host['subgoal'][2] = t.subgoal.sequence if t.subgoal else 0
+    if c.subgoal_embedding_tokens:
+        embedding = t.subgoal.embedding if t.subgoal else None
+        host['subgoal_embedding_length'][0] = len(embedding or ())
+        if embedding is not None:
+            _write_embedding(embedding, buffers)
     if c.guidance:
         host['guidance'][:] = (t.guidance is not None, t.guidance or 0.0)
+
+
+def _write_embedding(embedding: Embedding, buffers: BufferSet) -> None:
+    """Write the rows of an embedding, from where they lie, ahead of the replay in its stream."""
+    slot = buffers['input.subgoal_embedding'].tensor[: len(embedding)]
+    rows = embedding.rows
+    if rows.device != slot.device:
+        rows = buffers['host.subgoal_embedding'].tensor[: len(embedding)].copy_(rows)
+    slot.copy_(rows, non_blocking=True)
 
 
 def _write_state(slot: np.ndarray, tokens: Sequence[int]) -> None:
@@ -166,6 +183,25 @@ def _check_guidance(value: float, c: Pi0Config) -> None:
     number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
     if not number or not 0.0 <= value <= GUIDANCE_LIMIT:
         raise ConfigError(f'guidance is {value!r:.40}; give a number from 0 to {GUIDANCE_LIMIT:g}')
+
+
+def _check_embedding(embedding: Embedding, c: Pi0Config) -> None:
+    limit, width = c.subgoal_embedding_tokens, c.prefix.width
+    if not isinstance(embedding, Embedding):
+        raise ConfigError(f'subgoal embedding is {_shown(embedding)}; give an Embedding of it')
+    if not limit:
+        raise ConfigError(
+            f'subgoal has an embedding of {len(embedding)} rows; this policy was bound without: '
+            'set subgoal_embedding_tokens in its config'
+        )
+    if len(embedding) > limit:
+        raise ConfigError(
+            f'subgoal embedding has {len(embedding)} rows; this policy takes at most {limit}'
+        )
+    if embedding.rows.shape[1] != width:
+        raise ConfigError(
+            f'subgoal embedding is {list(embedding.rows.shape)}; this policy reads rows of {width}'
+        )
 
 
 def _check_tokens(name: str, tokens: Sequence[int], limit: int, vocab: int) -> None:

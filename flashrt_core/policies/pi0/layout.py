@@ -1,9 +1,10 @@
 """The ports and buffers of a Pi0 session, by name.
 
 Inputs exist twice: ``host.*`` (pinned, written between ticks) and ``input.*`` (device, copied by
-the first segment that reads them). ``next.*`` carry latched text from the prefix to the last
-segment, the only one that writes STATE. Constants are the weights and tables under their own
-names.
+the first segment that reads them). ``input.subgoal_embedding`` is written between ticks itself,
+and only by a tick that has one: it may come from the device. ``next.*`` carry latched text from
+the prefix to the last segment, the only one that writes STATE. Constants are the weights and
+tables under their own names.
 """
 
 from __future__ import annotations
@@ -38,12 +39,16 @@ STATE = (  # of the chunk mode 'blend'; see state_names for the others
     'seed', 'branch', 'tick', 'prompt_tokens', 'prompt_length', 'subgoal_tokens', 'subgoal_length',
     'subgoal_sequence', 'previous_chunk', 'queue_index',
 )  # fmt: skip
-MODE_STATE = ('raw_chunk', 'anchor', 'chunk_counts', 'guidance')
-NEXT = ('prompt_tokens', 'prompt_length', 'subgoal_tokens', 'subgoal_length', 'subgoal_sequence')
+EMBEDDING = ('subgoal_embedding', 'subgoal_embedding_length')
+MODE_STATE = ('raw_chunk', 'anchor', 'chunk_counts', 'guidance', *EMBEDDING)
+NEXT = (
+    'prompt_tokens', 'prompt_length', 'subgoal_tokens', 'subgoal_length', 'subgoal_sequence',
+    *EMBEDDING,
+)  # fmt: skip
 
 
 def ports(c: Pi0Config) -> tuple[PortSpec, ...]:
-    """Return the ports in the order images, state, text, subgoal, guidance, noise, action."""
+    """Return the ports: images, state, text, subgoal, its embedding, guidance, noise, action."""
     side = c.vision.image_size
     unit = ' '.join(c.units) if c.units else 'physical'
     images = [
@@ -54,6 +59,16 @@ def ports(c: Pi0Config) -> tuple[PortSpec, ...]:
         PortSpec('state', Modality.STATE, 'float32', (c.state_dim,), unit),
         PortSpec('prompt', Modality.TEXT, 'int64', (c.prompt_tokens,), 'token id'),
         PortSpec('subgoal', Modality.SUBGOAL, 'int64', (c.subgoal_tokens,), 'token id'),
+        *(
+            [
+                PortSpec(
+                    'subgoal_embedding', Modality.SUBGOAL_EMBEDDING, 'float32',
+                    (c.subgoal_embedding_tokens, c.prefix.width), 'as the embedding table',
+                )
+            ]
+            if c.subgoal_embedding_tokens
+            else []
+        ),
         *(
             [PortSpec('guidance', Modality.GUIDANCE, 'float32', (), '1 as trained')]
             if c.guidance
@@ -67,9 +82,10 @@ def ports(c: Pi0Config) -> tuple[PortSpec, ...]:
 
 
 def inputs(c: Pi0Config) -> tuple[str, ...]:
-    """Return the names of the inputs, without ``host.`` or ``input.``."""
+    """Return the names of the inputs that a tick copies in, without ``host.`` or ``input.``."""
     text = ('state_text',) if c.modulated else ()
-    return (*INPUTS, *text, *(('guidance',) if c.guidance else ()))
+    rows = ('subgoal_embedding_length',) if c.subgoal_embedding_tokens else ()
+    return (*INPUTS, *text, *rows, *(('guidance',) if c.guidance else ()))
 
 
 def input_shapes(c: Pi0Config) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -84,6 +100,9 @@ def input_shapes(c: Pi0Config) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]
     }
     if c.modulated:
         shapes['state_text'] = (I64, (STATE_TEXT_HEAD + c.state_tokens,))
+    if c.subgoal_embedding_tokens:
+        shapes['subgoal_embedding'] = (F32, (c.subgoal_embedding_tokens, c.prefix.width))
+        shapes['subgoal_embedding_length'] = (I64, (1,))
     if c.guidance:
         shapes['guidance'] = (F32, (2,))  # flag, value
     return shapes
@@ -103,6 +122,8 @@ def state_names(c: Pi0Config) -> tuple[str, ...]:
         names.append('chunk_counts')
     elif c.chunk_mode == 'rtc':
         names += ['raw_chunk', 'anchor'] if c.relative else ['raw_chunk']
+    if c.subgoal_embedding_tokens:
+        names += EMBEDDING
     if c.guidance:
         names.append('guidance')
     return tuple(names)
@@ -126,6 +147,8 @@ def state_specs(c: Pi0Config) -> list[BufferSpec]:
         'anchor': (Kind.QUEUE, F32, (A,)),
         'chunk_counts': (Kind.QUEUE, I64, (H,)),
         'guidance': (Kind.META, F32, ()),
+        'subgoal_embedding': (Kind.SUBGOAL, F32, (c.subgoal_embedding_tokens, c.prefix.width)),
+        'subgoal_embedding_length': (Kind.SUBGOAL, I64, ()),
     }
     return [
         BufferSpec(name, Role.STATE, fields[name][1], fields[name][2], kind=fields[name][0])

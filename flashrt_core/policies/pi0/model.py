@@ -29,6 +29,13 @@ Guide = Callable[[int, Tensor, Tensor], Tensor]
 Tensors = Mapping[str, Tensor]
 
 
+class Given(NamedTuple):
+    """Rows that stand in the place of what the embedding table has for the token ids."""
+
+    rows: Tensor  # float32 [text tokens, width]
+    here: Tensor  # bool [text tokens]
+
+
 def encode_views(images: Tensor, w: Mapping[str, Tensor], c: Pi0Config) -> Tensor:
     """Encode uint8 images [V, H, W, 3] into prefix tokens [V * T, width]."""
     features = siglip_tower(images, w, c.vision)  # [V, T, vision width]
@@ -42,6 +49,7 @@ def encode_prefix(
     kv: Tensor,
     w: Mapping[str, Tensor],
     c: Pi0Config,
+    given: Given | None = None,
 ) -> None:
     """Run the prefix and write its keys and values into kv [L, P, 2, kv_heads, head_dim].
 
@@ -49,8 +57,7 @@ def encode_prefix(
     Text embeddings are scaled by sqrt(width), image tokens are not; padding shifts no position.
     """
     d = c.prefix
-    x = F.embedding(text, w['prefix.embed']) * d.width**0.5
-    x = torch.cat([image_tokens, x])[None]  # [1, P, width]
+    x = torch.cat([image_tokens, embed_text(text, w, c, given)])[None]  # [1, P, width]
     cos, sin = rope_tables(mask.cumsum(0) - 1, w['table.rope'])
     last = d.layers - 1
     for i in range(last):
@@ -60,6 +67,14 @@ def encode_prefix(
     )
     kv[last, :, 0].copy_(k[0])
     kv[last, :, 1].copy_(v[0])
+
+
+def embed_text(text: Tensor, w: Tensors, c: Pi0Config, given: Given | None) -> Tensor:
+    """Return text [S, width] as the prefix reads it: rows looked up or given, by sqrt(width)."""
+    x = F.embedding(text, w['prefix.embed'])
+    if given is not None:
+        x = torch.where(given.here[:, None], given.rows.to(x.dtype), x)
+    return x * c.prefix.width**0.5
 
 
 def denoise(
