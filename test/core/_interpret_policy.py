@@ -28,7 +28,7 @@ CONFIG = replace(
     vision=SiglipDims(image_size=28, patch_size=14, width=96, layers=1, heads=4, mlp=128),
     prefix=GemmaDims(width=64, layers=2, heads=4, kv_heads=2, head_dim=32, mlp=96),
     expert=GemmaDims(width=128, layers=2, heads=4, kv_heads=2, head_dim=32, mlp=256),
-    vocab=64, horizon=6, flow_steps=2)
+    prompt_tokens=10, subgoal_tokens=10, vocab=64, horizon=6, flow_steps=2)
 EXACT = 1e-5     # float32 in another order
 CPU = torch.device('cpu')
 GELU = 1e-3      # torch's product with GELU is the exact one on the CPU, by tanh on CUDA
@@ -70,9 +70,9 @@ def check_forward() -> None:
     noise, state = torch.randn(2, c.horizon, c.action_width), torch.randn(c.state_width)
     expected = model.denoise(noise, state, kv, mask, w, c)
     assert not close(expected, noise, 0.1), 'the comparison would say nothing'
-    assert close(fast.denoise(noise, state, kv, mask, w, c), expected, EXACT)
-    alone = fast.denoise(noise[1:], state, kv, mask, w, c)
-    assert torch.equal(alone, fast.denoise(noise, state, kv, mask, w, c)[1:])
+    found = fast.denoise(noise, state, kv, mask, w, c)
+    assert close(found, expected, EXACT)
+    assert torch.equal(fast.denoise(noise[1:], state, kv, mask, w, c), found[1:])
 
     def guide(at: int, x: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return v + (0.5 + at) * (x - 0.3)
