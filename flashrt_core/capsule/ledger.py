@@ -57,12 +57,13 @@ class Capsule:
 
     `header` and the bytes at `place` never change once it is published. `leases` counts the copies
     that read or write the place now: its pages are given back only at zero. `fits`, `thawed` and
-    `arriving` remember the last session it was checked for and the copies of its last restores.
+    `arriving` remember the last session it was checked for and the copies of its last restores,
+    `peeked` the bytes of small buffers that were asked for.
     """
 
     __slots__ = (
         '_shown', 'arriving', 'dropped', 'fits', 'header', 'key', 'last_use', 'leases', 'on_disk',
-        'pinned', 'place', 'saving', 'spill', 'thawed',
+        'peeked', 'pinned', 'place', 'saving', 'spill', 'thawed',
     )
 
     def __init__(self, key: Key, header: Header, place: Place | None, pinned: bool) -> None:
@@ -79,6 +80,7 @@ class Capsule:
         self.fits: tuple[ReferenceType[Boundary], bool] | None = None
         self.thawed: Thawed | None = None
         self.arriving: Arriving | None = None
+        self.peeked: dict[str, bytes] = {}
         self._shown = header.info
 
     @property

@@ -259,17 +259,21 @@ class CapsuleStore:
     ) -> tuple[CapsuleInfo, bytes]:
         """A capsule's info and the bytes of one of its small state buffers; any thread.
 
-        Reads a file into host memory first. :raises: as `restore`, before anything is done.
+        Read once; of a capsule that is only a file, that is read into host memory.
+
+        :raises CapsuleNotFound, IdentityMismatch, CapsuleCorrupt, BudgetFull: as of `restore`.
         """
         with self._ledger.counted(id):
             capsule = self._ledger.find(boundary.session if session is None else session, id)
             check_fits(boundary, capsule, numerics)
-            row = next(row for row in capsule.header.tensors if row.name == name)
-            with self._tiers.leased(capsule):
-                if capsule.place is None:
-                    self._tiers.load(capsule)
-                found = b''.join(self._tiers.read(capsule, row.begin, row.end))
-            return capsule.info, found
+            if name not in capsule.peeked:
+                row = next(row for row in capsule.header.tensors if row.name == name)
+                with self._tiers.leased(capsule):
+                    if capsule.place is None:
+                        self._tiers.load(capsule)
+                    found = b''.join(self._tiers.read(capsule, row.begin, row.end))
+                capsule.peeked[name] = found
+            return capsule.info, capsule.peeked[name]
 
     def _adopt(
         self, boundary: Boundary, capsule: Capsule, rows: tuple[int, ...], exact: bool,

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Iterator
+import random
 import threading
 from typing import Any
 
@@ -439,3 +440,60 @@ def test_it_lifts_poison_and_ends_branches(session, store, monkeypatch):
     session.boundary.poisoned = 'planted'
     session.restore_and_append(store, ID, LONG).result(20)
     assert unequal(state_of(session), expected) == []
+
+
+def test_other_threads_of_the_store_never_change_what_comes_out(session, tmp_path, stress):
+    """They move, pin, read and drop what is restored and appended to."""
+    store = CapsuleStore(session.lane.backend, MIB // 2, MIB // 2, 8 * MIB, tmp_path, True,
+                         page_bytes=MIB // 16)
+    boundary, name = session.boundary, session.boundary.session
+    expected = []
+    for i in range(4):
+        session.prefill(PROMPT[i:]).result(20)
+        session.append(SUFFIX).result(20)
+        expected.append(state_of(session))
+    stop, failures = threading.Event(), []
+    verbs: list[Callable[[str], Any]] = [
+        lambda id: store.move(id, 'gpu', name), lambda id: store.move(id, 'host', name),
+        lambda id: store.move(id, 'disk', name), lambda id: store.pin(id, True, name),
+        lambda id: store.pin(id, False, name), lambda id: store.digest(id, name),
+        lambda id: store.drop(id, name)]
+
+    def other(seed: int) -> None:
+        draw = random.Random(seed)
+        while not stop.is_set():
+            try:
+                draw.choice(verbs)(f'n{draw.randrange(4)}')
+            except CapsuleError:
+                pass
+            except BaseException as error:
+                failures.append(error)
+                return
+
+    threads = [threading.Thread(target=other, args=(seed,)) for seed in range(2)]
+    for thread in threads:
+        thread.start()
+    draw, overlapped = random.Random(3), 0
+    try:
+        for _ in range(stress(150)):
+            i = draw.randrange(4)
+            try:
+                if f'n{i}' not in {info.id for info in store.list()}:
+                    session.prefill(PROMPT[i:]).result(20)
+                    snapshot(session, store, f'n{i}', tier=draw.choice(['gpu', 'host']))
+                done = session.restore_and_append(store, f'n{i}', SUFFIX).result(20)
+            except CapsuleError:
+                assert boundary.poisoned is None
+                continue
+            overlapped += done.restored.overlapped
+            assert unequal(state_of(session), expected[i]) == [] and not failures
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(30)
+    assert not failures and overlapped > 0
+    for info in store.list():
+        store.pin(info.id, False, name)
+        store.drop(info.id, name)
+    store.close()
+    assert all(store.usage()[tier].used_bytes == 0 for tier in ('gpu', 'host'))
