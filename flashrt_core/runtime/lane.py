@@ -324,19 +324,21 @@ class Lane:
         segments = plan.segments
         segments_us: dict[str, float] = {}
         launched = 0
+        committed = None  # whether the state was a boundary when the first segment was due
         try:
             if job.before is not None and not job.future.cancelled():
                 job.before()
             if job.skip is not None and not job.future.cancelled():
                 left_out = job.skip()
                 segments = (*(s for s in segments[:-1] if s.label not in left_out), segments[-1])
+            committed = self._committed
             for index, segment in enumerate(segments):
                 if self.gate is not None:
                     self.gate.admit(segment)
                 if launched == index:
                     cut = self._cut_of(job)
                     if cut is not None:
-                        self._committed = True
+                        self._committed = committed
                         reject(job.future, cut(f'{index} of {len(segments)} segments'))
                         return
                     launched += 1
@@ -354,9 +356,9 @@ class Lane:
             self._committed = True
             value = None if job.after is None else job.after()
         except BaseException as error:
-            # Only the last segment writes STATE: a failure before it leaves the boundary intact.
-            if launched < len(segments):
-                self._committed = True
+            # Only the last segment writes STATE: a failure before it leaves the state as it was.
+            if committed is not None and launched < len(segments):
+                self._committed = committed
             reject(job.future, self._checked(error))
             return
         total_us = (time.perf_counter() - started) * 1e6

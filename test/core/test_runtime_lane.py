@@ -249,6 +249,15 @@ def test_an_exception_in_the_last_segment_leaves_no_boundary_until_one_is_commit
     with pytest.raises(ValueError, match='segment 2'):
         counter.tick().result(WAIT_S)
     assert not host_lane.committed
+
+    def refuse():
+        raise ValueError('before')
+
+    counter.failing = {1}
+    for options, said in (({'before': refuse}, 'before'), ({}, 'segment 1')):
+        with pytest.raises(ValueError, match=said):
+            host_lane.run(counter.plan, **options).result(WAIT_S)
+        assert not host_lane.committed, 'what writes no state makes no boundary of it'
     counter.failing = set()
     host_lane.at_segment_end(host_lane.commit).result(WAIT_S)
     assert host_lane.committed
