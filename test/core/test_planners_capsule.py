@@ -32,8 +32,8 @@ from flashrt_core.errors import MarkDead
 from flashrt_core.errors import NotAtBoundary
 from flashrt_core.errors import SessionPoisoned
 from flashrt_core.errors import TickDropped
-from flashrt_core.planners import Options
 from flashrt_core.planners import appending
+from flashrt_core.planners import Options
 from flashrt_core.planners.chunks import plan_chunks
 from flashrt_core.planners.session import PlannerSession
 from flashrt_core.runtime import Backend
