@@ -5,6 +5,8 @@ attributes of the named message, so this module imports no message type until an
 """
 
 from array import array
+import base64
+from collections.abc import Mapping
 from collections.abc import Sequence
 import hashlib
 import struct
@@ -249,6 +251,18 @@ class TrajectoryEncoder:
     def point(self, command: Vector, stamp_ns: int = 0) -> bytes:
         """Return one step's command, float64 [joints], to be reached after one period."""
         return self._single.filled(command, stamp_ns)
+
+
+def rows_record(rows: NDArray[np.float32]) -> dict[str, Any]:
+    """Return rows float32 [n, width] as JSON that keeps every bit; see ``rows_of_record``."""
+    data = base64.b64encode(rows.astype('<f4').tobytes())
+    return {'shape': list(rows.shape), 'float32': data.decode('ascii')}
+
+
+def rows_of_record(record: Mapping[str, Any]) -> NDArray[np.float32]:
+    """Return the rows that ``rows_record`` made this of."""
+    data = np.frombuffer(base64.b64decode(record['float32']), '<f4')
+    return data.astype(np.float32).reshape(record['shape'])
 
 
 def float_field(values: NDArray[Any]) -> array:

@@ -90,7 +90,8 @@ class Engine:
         # A chunk is made only when the last one is used up; the robot stands still meanwhile.
         self._in_turn = getattr(session.config, 'chunk_mode', '') == 'sync'
         self.slot = SubgoalSlot(max_tokens=max(1, self.ports.subgoal_tokens),
-                                vocabulary=int(session.config.vocab), counters=counters)
+                                vocabulary=int(session.config.vocab), counters=counters,
+                                embedding=self.ports.subgoal_embedding)
         self.watch = TickWatch(
             deadline_s=parameters['tick_deadline_s'],
             error_after=parameters['tick_misses_to_hold'],
@@ -178,10 +179,7 @@ class Engine:
 
     def announce(self, subgoal: Subgoal) -> None:
         """Publish a subgoal that the slot has accepted; an interrupt takes effect at once."""
-        self.control.outputs.event('subgoal', str(subgoal.sequence), {
-            'sequence': subgoal.sequence, 'episode': subgoal.episode, 'text': subgoal.text,
-            'tokens': list(subgoal.tokens), 'interrupt': subgoal.interrupt,
-            'deadline_s': subgoal.deadline_s})
+        self.control.outputs.event('subgoal', str(subgoal.sequence), subgoal.record())
         if subgoal.interrupt:
             self._interrupt(subgoal.sequence)
         self.control.outputs.status()

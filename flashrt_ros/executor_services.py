@@ -3,6 +3,8 @@
 import time
 from typing import Any
 
+import numpy as np
+
 from flashrt_core.capsule import check_id
 from flashrt_core.errors import ActionJump
 from flashrt_core.errors import LaneBusy
@@ -46,20 +48,24 @@ class ExecutorServices:
         frame.serve('resume', srv.Resume, self._resume, (ACTIVE,), waits=False)
         frame.start()
 
-    def subgoal(self, message: SubgoalMessage) -> int:
-        """Admit a subgoal of the topic or the service; returns its sequence.
+    def subgoal(self, message: SubgoalMessage, embedding: Any = None) -> int:
+        """Admit a subgoal of the topic, the service or this process; returns its sequence.
 
+        :param embedding: in the place of the message's, array or tensor float32 [n, width] on any
+            device; see ``SubgoalSlot.admit``.
         :raises SubgoalRefused, ConfigError: and nothing has changed.
         """
         engine, node = self._node.engine, self._node
         tokens = list(message.tokens)
-        if not tokens and message.text.strip():
+        if embedding is None and message.embedding:
+            embedding = np.asarray(message.embedding, dtype=np.float32)
+        if embedding is None and not tokens and message.text.strip():
             tokens = node.tokenize(message.text, engine.ports.subgoal_tokens)
         accepted = engine.slot.admit(
             sequence=message.sequence, episode=message.episode, text=message.text, tokens=tokens,
             interrupt=message.priority >= SubgoalMessage.PRIORITY_INTERRUPT,
-            deadline_s=message.deadline_s, current_episode=node.control.progress.episode,
-            now_ns=time.monotonic_ns())
+            deadline_s=message.deadline_s, embedding=embedding,
+            current_episode=node.control.progress.episode, now_ns=time.monotonic_ns())
         engine.announce(accepted)
         return accepted.sequence
 

@@ -42,6 +42,7 @@ class Ports:
     prompt_tokens: int  # 0: the policy takes no text
     done_column: int | None = None  # of the action that says whether the subgoal is done
     guidance: bool = False  # whether the strength of the task can be set
+    subgoal_embedding: tuple[int, int] = (0, 0)  # most rows, width; none: it reads tokens alone
 
     @staticmethod
     def of(ports: Sequence[PortSpec]) -> 'Ports':
@@ -69,7 +70,14 @@ class Ports:
             state_dim=state.shape[0], action_dim=action.shape[1], horizon=action.shape[0],
             views=views, subgoal_tokens=subgoal.shape[0] if subgoal else 0,
             prompt_tokens=text.shape[0] if text else 0, done_column=done_column(ports),
-            guidance=one(Modality.GUIDANCE) is not None)
+            guidance=one(Modality.GUIDANCE) is not None,
+            subgoal_embedding=embedding_port(ports))
+
+
+def embedding_port(ports: Sequence[PortSpec]) -> tuple[int, int]:
+    """Return how many rows a policy reads in the place of a subgoal's tokens, and their width."""
+    shapes = [p.shape for p in ports if p.modality is Modality.SUBGOAL_EMBEDDING]
+    return (shapes[0][0], shapes[0][1]) if shapes else (0, 0)
 
 
 @dataclass(frozen=True)
@@ -189,7 +197,8 @@ class TickBook:
             state=self._state.copy(),
             steps_executed=self._steps_executed(start, resync),
             delay_steps=delay_steps,
-            subgoal=None if subgoal is None else SubgoalWrite(subgoal.sequence, subgoal.tokens),
+            subgoal=None if subgoal is None else SubgoalWrite(
+                subgoal.sequence, subgoal.tokens, subgoal.embedding),
             prompt=self.pending.prompt,
             seed=self.pending.seed,
             best_of=best_of,

@@ -6,6 +6,8 @@ the wrong numbers: its ids are of another vocabulary than the policy's. Nor woul
 each id is read on the host anyway, where the grammar makes the next one's mask of it and the text
 says where a subgoal ends; slot and ~/events need them there to judge and to replay; and a tick's
 copy-in takes the slot to the device whether something new is in it or not.
+An embedding in the words' place may lie on the device: it is copied there as it is handed over,
+and from that copy into the policy's input by the tick that latches it.
 Over ROS the executor's answer is awaited: the reply of ~/set_subgoal, or on the topic the event
 that tells of the acceptance or refusal.
 """
@@ -21,7 +23,9 @@ from typing import Any
 from flashrt_core.errors import ServiceError
 from flashrt_core.errors import SubgoalRefused
 from flashrt_core.errors import WrongState
+from flashrt_core.policies import Embedding
 from flashrt_ros import qos
+from flashrt_ros.conversions import float_field
 from flashrt_ros.lifecycle import ACTIVE
 from flashrt_ros.lifecycle import INACTIVE
 from flashrt_ros.msg import Event
@@ -72,15 +76,18 @@ class BoundLink:
         return Base(control.progress.episode, engine.slot.requested, control.progress.epoch)
 
     def write(self, text: str, sequence: int, episode: int, priority: int,
-              deadline_s: float) -> None:
+              deadline_s: float, embedding: Any = None) -> None:
         """Admit a subgoal into the executor's slot.
 
+        :param embedding: float32 [n, width] that the policy reads in the text's place, array or
+            tensor; one on the policy's device gets into the slot without leaving it. Call with
+            the stream current that makes it; it may be overwritten after the return.
         :raises FlashrtError: it was refused; nothing has changed.
         """
         services = self._executor.services_made
         services.frame.require(_CONFIGURED, 'a subgoal')
         services.subgoal(Subgoal(sequence=sequence, episode=episode, text=text, priority=priority,
-                                 deadline_s=float(deadline_s)))
+                                 deadline_s=float(deadline_s)), embedding)
 
     def close(self) -> None:
         """Listen no more."""
@@ -152,15 +159,19 @@ class RosLink:
             self._node.count_publishers(made.topic_name) > 0 for made in self._made)
 
     def write(self, text: str, sequence: int, episode: int, priority: int,
-              deadline_s: float) -> None:
+              deadline_s: float, embedding: Any = None) -> None:
         """Send a subgoal and wait for the executor's answer; not on the spinning thread.
 
+        :param embedding: as of ``BoundLink.write``; it goes out in the message, row by row.
+        :raises ConfigError: an embedding that is none.
         :raises SubgoalRefused: it was refused, for the reason told.
         :raises LinkTimeout: no answer within ``link_timeout_s``.
         """
         message = Subgoal(sequence=sequence, episode=episode, text=text, priority=priority,
                           deadline_s=float(deadline_s))
         message.header.stamp = self._node.get_clock().now().to_msg()
+        if embedding is not None:
+            message.embedding = float_field(Embedding(embedding).values)
         if self.kind == 'service':
             self._call(message)
             return

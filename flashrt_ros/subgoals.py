@@ -7,10 +7,13 @@ capsule.
 from collections.abc import Sequence
 from dataclasses import dataclass
 import threading
+from typing import Any
 
 from flashrt_core.errors import ConfigError
 from flashrt_core.errors import SubgoalRefused
+from flashrt_core.policies import Embedding
 from flashrt_ros.clocks import NANOSECONDS
+from flashrt_ros.conversions import rows_record
 from flashrt_ros.statistics import Counters
 
 DONE, FAILED, TIMED_OUT = OUTCOMES = ('done', 'failed', 'timed_out')  # as in SubgoalOutcome.msg
@@ -35,6 +38,17 @@ class Subgoal:
     interrupt: bool
     accepted_ns: int  # steady time
     deadline_s: float  # 0: never
+    embedding: Embedding | None = None  # read in the tokens' place
+
+    def record(self) -> dict[str, Any]:
+        """Return all that a replay needs of it, as JSON."""
+        told: dict[str, Any] = {
+            'sequence': self.sequence, 'episode': self.episode, 'text': self.text,
+            'tokens': list(self.tokens), 'interrupt': self.interrupt,
+            'deadline_s': self.deadline_s}
+        if self.embedding is not None:
+            told['embedding'] = rows_record(self.embedding.values)
+        return told
 
 
 class SubgoalSlot:
@@ -44,11 +58,14 @@ class SubgoalSlot:
     reads one immutable object under a lock, so a tick never sees half a subgoal.
     """
 
-    def __init__(self, *, max_tokens: int, vocabulary: int, counters: Counters) -> None:
+    def __init__(self, *, max_tokens: int, vocabulary: int, counters: Counters,
+                 embedding: tuple[int, int] = (0, 0)) -> None:
         """Start empty, with both marks at zero.
 
         :param max_tokens: size of the policy's subgoal port.
         :param vocabulary: token ids lie in [0, vocabulary).
+        :param embedding: most rows and the width of the policy's port for them; (0, 0): it has
+            none.
         :raises ConfigError: when a number is below 1.
         """
         if max_tokens < 1 or vocabulary < 1:
@@ -59,6 +76,7 @@ class SubgoalSlot:
         counters.declare(COUNTERS)
         self._max_tokens = max_tokens
         self._vocabulary = vocabulary
+        self._embedding = embedding
         self._counters = counters
         self._lock = threading.Lock()
         self._newest: Subgoal | None = None
@@ -91,6 +109,7 @@ class SubgoalSlot:
         tokens: Sequence[int],
         interrupt: bool = False,
         deadline_s: float = 0.0,
+        embedding: Any = None,
         current_episode: int,
         now_ns: int,
     ) -> Subgoal:
@@ -99,12 +118,16 @@ class SubgoalSlot:
         :param sequence: above every one accepted before; 0 takes the next number.
         :param episode: must be the current one; 0 means the current one.
         :param tokens: token ids, tokenised by the caller when the message had only text.
+        :param embedding: float32 [n, width], array or tensor, or flat as a message has it; it is
+            copied here, so call with the stream current that makes it. The tokens may then be
+            empty: they are kept for the record alone.
         :param now_ns: steady time.
         :raises SubgoalRefused: duplicate, out of order, other episode, too long, unknown id, bad
-            deadline.
+            deadline, an embedding that the policy does not read.
         """
         ids = tuple(int(token) for token in tokens)
-        self._check_content(ids, deadline_s)
+        rows = None if embedding is None else self._take_over(embedding)
+        self._check_content(ids, deadline_s, rows is not None)
         if episode not in (0, current_episode):
             self._counters.add('subgoals_wrong_episode')
             raise SubgoalRefused(
@@ -122,7 +145,7 @@ class SubgoalSlot:
                     f'{self._requested}; send a higher one, or 0 to have it numbered'
                 )
             accepted = Subgoal(
-                number, current_episode, text, ids, interrupt, now_ns, float(deadline_s)
+                number, current_episode, text, ids, interrupt, now_ns, float(deadline_s), rows
             )
             self._newest, self._requested = accepted, number
         self._counters.add('subgoals_accepted')
@@ -172,14 +195,33 @@ class SubgoalSlot:
             return False
         return now_ns - newest.accepted_ns > int(newest.deadline_s * NANOSECONDS)
 
-    def _check_content(self, ids: tuple[int, ...], deadline_s: float) -> None:
+    def _take_over(self, rows: Any) -> Embedding:
+        """Return a copy of rows that fit the policy's port."""
+        limit, width = self._embedding
+        try:
+            if not limit:
+                raise ConfigError('embedding is not read by this policy; send text or tokens, or '
+                                  'set subgoal_embedding_tokens in its config')
+            if rows.ndim == 1:
+                if len(rows) % width:
+                    raise ConfigError(f'embedding is {len(rows)} values; give rows of {width}')
+                rows = rows.reshape(-1, width)
+            if rows.ndim == 2 and (len(rows) > limit or rows.shape[1] != width):
+                raise ConfigError(f'embedding is {list(rows.shape)}, the slot takes at most '
+                                  f'[{limit}, {width}]; give fewer rows, of that width')
+            return Embedding(rows)
+        except ConfigError as error:
+            self._counters.add('subgoals_invalid')
+            raise SubgoalRefused(f'subgoal {error}') from error
+
+    def _check_content(self, ids: tuple[int, ...], deadline_s: float, embedded: bool) -> None:
         problem = ''
-        if not ids:
-            problem = ('has neither tokens nor text; send one of them: to stop the robot is '
-                       '~/hold, to go back to its prompt ~/reset')
+        if not ids and not embedded:
+            problem = ('has neither tokens nor text nor an embedding; send one of them: to stop '
+                       'the robot is ~/hold, to go back to its prompt ~/reset')
         elif len(ids) > self._max_tokens:
             problem = f'has {len(ids)} tokens, the slot takes {self._max_tokens}; shorten it'
-        elif min(ids) < 0 or max(ids) >= self._vocabulary:
+        elif ids and (min(ids) < 0 or max(ids) >= self._vocabulary):
             problem = (
                 f'has token ids from {min(ids)} to {max(ids)}, the vocabulary is '
                 f'0..{self._vocabulary - 1}; use '

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from flashrt_core.capsule import CapsuleStore
 from flashrt_core.errors import FlashrtError
+from flashrt_core.policies import Embedding
 from flashrt_core.policies.protocol import Chunk
 from flashrt_core.policies.protocol import Modality
 from flashrt_core.policies.protocol import Session
@@ -27,6 +28,7 @@ from flashrt_ros.bag.recording import Recording
 from flashrt_ros.bag.recording import Tick
 from flashrt_ros.conversions import digest
 from flashrt_ros.conversions import JointReader
+from flashrt_ros.conversions import rows_of_record
 from flashrt_ros.conversions import stamp_to_ns
 from flashrt_ros.embodiment import Embodiment
 from flashrt_ros.executor_tick import key_texts
@@ -103,7 +105,7 @@ class Replayer:
         self._seed: int | None = None
         self._writes: list[dict[str, Any]] = []  # into latched state, waiting for a tick, in order
         self._new_seed: int | None = None
-        self._subgoals: dict[int, tuple[int, ...]] = {}
+        self._subgoals: dict[int, dict[str, Any]] = {}  # by sequence, as its event tells it
         boundary = session.boundary
         store.prepare(boundary, marks)
         self._on_lane(lambda: store.snapshot(boundary, C0, pin=True))
@@ -229,7 +231,10 @@ class Replayer:
             return None
         if sequence not in self._subgoals:
             raise ReplayGap(f'subgoal {sequence} was latched, its event is not recorded')
-        return SubgoalWrite(sequence, self._subgoals[sequence])
+        told = self._subgoals[sequence]
+        rows = rows_of_record(told['embedding']) if 'embedding' in told else None
+        return SubgoalWrite(
+            sequence, tuple(told['tokens']), None if rows is None else Embedding(rows))
 
     def _observations(self, given: Any) -> tuple[Any, dict[str, Any]]:
         joints, images = None, {}
@@ -290,7 +295,7 @@ class Replayer:
     def _learn_subgoals(self, epoch: Epoch) -> None:
         for event in epoch.events:
             if event.kind == 'subgoal':
-                self._subgoals[int(event.detail['sequence'])] = tuple(event.detail['tokens'])
+                self._subgoals[int(event.detail['sequence'])] = event.detail
 
     def _take_snapshots(self, epoch: Epoch) -> None:
         boundary = self._session.boundary

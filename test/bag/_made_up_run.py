@@ -23,6 +23,7 @@ from flashrt_ros.embodiment import parse_embodiment
 from flashrt_ros.executor_tick import graph_keys
 from flashrt_ros.images import decode_image
 from flashrt_ros.images import fit_view
+from flashrt_ros.subgoals import Subgoal
 
 ROBOT_YAML = """
 format: 1
@@ -197,10 +198,11 @@ class MadeUpRun:
         self.epoch += 1
         self.event('rollback', f'{boundaries} boundaries', position=report.position)
 
-    def subgoal(self, tokens):
+    def subgoal(self, tokens, embedding=None):
         self.requested += 1
-        self.pending_subgoal = SubgoalWrite(self.requested, tokens)
-        self.event('subgoal', str(self.requested), sequence=self.requested, tokens=tokens)
+        self.pending_subgoal = SubgoalWrite(self.requested, tokens, embedding)
+        accepted = Subgoal(self.requested, 0, '', tokens, False, 0, 0.0, embedding)
+        self.event('subgoal', str(self.requested), **accepted.record())
 
     def prompt(self, tokens):
         self.pending_prompt = tokens

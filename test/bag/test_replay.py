@@ -9,10 +9,12 @@ from _made_up_run import fresh_session
 from _made_up_run import MadeUpRun
 from _made_up_run import replay
 from _made_up_run import ROBOT_YAML
+import numpy as np
 import pytest
 from rosbags.rosbag2 import StoragePlugin
 
 from flashrt_core.errors import ConfigError
+from flashrt_core.policies import Embedding
 from flashrt_core.policies import SubgoalWrite
 from flashrt_ros.bag.__main__ import main
 from flashrt_ros.bag.compare import compare
@@ -97,6 +99,34 @@ def test_reused_frames_and_changes_of_guidance_are_replayed_bit_for_bit(tmp_path
     assert 'guidance: true' in report.gaps[0] and not report.equal
 
 
+EMBEDDED = {'base': 'tiny', 'subgoal_embedding_tokens': 8}
+
+
+def test_a_subgoal_given_as_an_embedding_is_replayed_bit_for_bit(tmp_path):
+    random = np.random.default_rng(3)
+    first, second = (
+        Embedding(random.standard_normal((n, 128)).astype(np.float32)) for n in (3, 8))
+    with recorded(tmp_path / 'run', config=EMBEDDED) as run:
+        run.reset(prompt=[5, 6], seed=12)
+        run.ticks(1)
+        run.subgoal([], first)
+        run.ticks(2)
+        run.snapshot('embedded')
+        run.subgoal([9, 10], second)
+        run.ticks(1)
+        run.subgoal([9, 10])
+        run.ticks(1)
+        run.restore('embedded')
+        run.ticks(2)
+    report = replay(Recording(tmp_path / 'run'), config=EMBEDDED)
+    assert report.exact and report.equal == 7
+    # The rows are what decided: with the same tokens and without them, the chunk is another one.
+    chunks = {tick: actions for _, tick, actions in report.chunks[:5]}
+    assert not np.allclose(chunks[3], chunks[4], atol=1e-3)
+    report = replay(Recording(tmp_path / 'run'), config='tiny')
+    assert 'subgoal_embedding_tokens in its config' in report.gaps[0] and report.equal == 1
+
+
 def test_an_image_that_was_not_recorded_is_named_and_its_epoch_left_out(tmp_path):
     with recorded(tmp_path / 'run') as run:
         run.reset()
@@ -159,9 +189,9 @@ def test_a_subgoal_is_written_once(tmp_path, monkeypatch):
         run.ticks(3)
     written = []
 
-    def spy(sequence, tokens):
+    def spy(sequence, *more):
         written.append(sequence)
-        return SubgoalWrite(sequence, tokens)
+        return SubgoalWrite(sequence, *more)
 
     monkeypatch.setattr('flashrt_ros.bag.replay.SubgoalWrite', spy)
     assert replay(Recording(tmp_path / 'run')).exact and written == [1]

@@ -85,6 +85,7 @@ class FakeConfig:
     chunk_mode: str = 'blend'
     action_units: str = 'rad'
     guidance: bool = False
+    embedding: tuple[int, int] = (0, 0)  # rows and their width
 
 
 def ports_of(c: FakeConfig) -> tuple[PortSpec, ...]:
@@ -94,6 +95,8 @@ def ports_of(c: FakeConfig) -> tuple[PortSpec, ...]:
         PortSpec('state', Modality.STATE, 'float32', (c.joints,), 'rad'),
         PortSpec('prompt', Modality.TEXT, 'int64', (c.prompt_tokens,), 'token id'),
         PortSpec('subgoal', Modality.SUBGOAL, 'int64', (c.subgoal_tokens,), 'token id'),
+        *([PortSpec('subgoal_embedding', Modality.SUBGOAL_EMBEDDING, 'float32', c.embedding, '')]
+          if c.embedding[0] else []),
         *([PortSpec('guidance', Modality.GUIDANCE, 'float32', (), '1')] if c.guidance else []),
         PortSpec('action', Modality.ACTION, 'float32', (c.horizon, c.joints), c.action_units))
 

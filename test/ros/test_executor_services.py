@@ -1,13 +1,17 @@
 """Refused requests: each reply carries a code and a sentence, is counted, and changes nothing."""
 
+import json
 from pathlib import Path
 
 from _executor_rig import rig
+from _fake_policy import FakeConfig
 from _fake_policy import FakePolicy
 from _ros_fixtures import wait_until
+import numpy as np
 import pytest
 from rclpy.parameter import Parameter
 
+from flashrt_ros.conversions import rows_of_record
 from flashrt_ros.msg import Subgoal
 
 pytestmark = pytest.mark.ros
@@ -130,6 +134,39 @@ def test_the_subgoal_topic_does_the_same_work(tmp_path: Path) -> None:
         wait_until(lambda: r.executor.engine.slot.latched == 4, 'the tick to latch it')
         publisher.publish(Subgoal(tokens=[5, 6], sequence=4))
         wait_until(lambda: r.refusals('subgoal_refused') == 1, 'the duplicate to be refused')
+
+
+def test_a_subgoal_may_give_rows_in_the_place_of_tokens(tmp_path: Path) -> None:
+    policy = FakePolicy(FakeConfig(embedding=(3, 4)))
+    rows = np.float32([[0.1, -2, 3, 1e-30], [5, 6, 7, 8]])
+    with rig(tmp_path, policy) as r:
+        r.run()
+        reply = r.call('set_subgoal', subgoal=Subgoal(embedding=rows.ravel(), text='the cup'))
+        assert reply.success and reply.sequence == 1, reply.message
+        wait_until(lambda: r.executor.engine.slot.latched == 1, 'the tick to latch it')
+        given = next(t.subgoal for t in r.policy.switches.inputs if t.subgoal is not None)
+        assert np.array_equal(given.embedding.values, rows) and given.tokens == ()
+        told = json.loads(r.until_event('subgoal', '1').detail)
+        assert np.array_equal(rows_of_record(told['embedding']), rows)
+        assert told['text'] == 'the cup'
+        for values, words in (
+                ([1.0] * 5, 'is 5 values; give rows of 4'), ([0.0] * 16, 'at most [3, 4]'),
+                ([np.nan] * 4, 'nan at [0, 0]'), ([0.0] * 3 + [np.inf], 'inf at [0, 3]')):
+            refused = r.call('set_subgoal', subgoal=Subgoal(embedding=values))
+            assert refused.code == 'subgoal_refused' and words in refused.message, refused.message
+        publisher = r.probe.create_publisher(Subgoal, 'subgoal', 1)
+        wait_until(lambda: publisher.get_subscription_count() > 0, 'the executor to listen')
+        publisher.publish(Subgoal(embedding=rows[:1].ravel()))
+        wait_until(lambda: r.executor.engine.slot.latched == 2, 'the tick to latch it')
+        publisher.publish(Subgoal(embedding=[1.0]))
+        wait_until(lambda: r.refusals('subgoal_refused') == 5, 'it to be refused')
+        assert r.executor.report.counters['subgoals_invalid'] == 5
+
+
+def test_a_policy_that_reads_no_rows_refuses_them(tmp_path: Path) -> None:
+    with rig(tmp_path) as r:
+        reply = r.call('set_subgoal', subgoal=Subgoal(embedding=[1.0] * 4, tokens=[5]))
+        assert reply.code == 'subgoal_refused' and 'subgoal_embedding_tokens' in reply.message
 
 
 def test_a_subgoal_from_before_a_restore_is_not_latched_again(tmp_path: Path) -> None:

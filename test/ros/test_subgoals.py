@@ -1,22 +1,26 @@
 """Tests of flashrt_ros.subgoals."""
 
+import json
 import threading
 
 from hypothesis import given
 from hypothesis import strategies as st
+import numpy as np
 import pytest
+import torch
 
 from flashrt_core.errors import ConfigError
 from flashrt_core.errors import SubgoalRefused
+from flashrt_ros.conversions import rows_of_record
 from flashrt_ros.statistics import Counters
 from flashrt_ros.subgoals import SubgoalSlot
 
 S = 1_000_000_000
 
 
-def slot():
+def slot(**more):
     counters = Counters()
-    return SubgoalSlot(max_tokens=4, vocabulary=100, counters=counters), counters
+    return SubgoalSlot(max_tokens=4, vocabulary=100, counters=counters, **more), counters
 
 
 def send(subject, sequence=0, *, episode=0, tokens=(1, 2), current_episode=1, now_ns=0, **more):
@@ -62,6 +66,58 @@ def test_one_for_another_episode_is_counted_and_refused():
             send(subject, 1, episode=episode, current_episode=2)
     assert send(subject, 1, episode=2, current_episode=2).episode == 2
     assert counters['subgoals_wrong_episode'] == 2
+
+
+ROWS = np.arange(12, dtype=np.float32).reshape(2, 6)
+
+
+def wide():
+    return slot(embedding=(3, 6))
+
+
+@pytest.mark.parametrize('given', [ROWS, ROWS.ravel(), torch.from_numpy(ROWS), ROWS[:, ::-1]])
+def test_an_embedding_may_stand_in_the_place_of_tokens_and_is_copied(given):
+    subject, _ = wide()
+    expected = np.asarray(given.tolist(), np.float32).reshape(2, 6)
+    given = given.clone() if isinstance(given, torch.Tensor) else given.copy()
+    accepted = send(subject, tokens=(), embedding=given)
+    given[:] = -1
+    assert np.array_equal(subject.pending().embedding.values, expected)
+    told = json.loads(json.dumps(accepted.record()))
+    assert np.array_equal(rows_of_record(told['embedding']), expected) and told['tokens'] == []
+    assert send(subject).embedding is None and 'embedding' not in send(subject).record()
+
+
+@pytest.mark.parametrize('given, reason', [
+    (ROWS.ravel()[:7], r'is 7 values; give rows of 6'),
+    (np.zeros(24, np.float32), r'is \[4, 6\], the slot takes at most \[3, 6\]'),
+    (ROWS[:, :5], r'is \[2, 5\], the slot takes at most'),
+    (ROWS.astype(np.float64), 'is float64; give a float32'),
+    (np.zeros((1, 2, 6), np.float32), r'is \[1, 2, 6\]'),
+    (np.float32([1, 2, 3, 4, 5, np.nan]), r'holds nan at \[0, 5\]; give finite'),
+    (torch.full((1, 6), -torch.inf), 'holds -inf at'),
+    (ROWS[:0], r'is \[0, 6\]; give a row')])
+def test_an_embedding_that_the_policy_cannot_read_is_counted_and_refused(given, reason):
+    subject, counters = wide()
+    with pytest.raises(SubgoalRefused, match=f'subgoal embedding {reason}'):
+        send(subject, embedding=given)
+    assert counters['subgoals_invalid'] == 1
+    assert subject.pending() is None and subject.requested == 0
+
+
+def test_a_policy_that_reads_no_embedding_refuses_one_and_says_what_to_set():
+    subject, counters = slot()
+    with pytest.raises(SubgoalRefused, match=r'not read by this policy.*subgoal_embedding_tokens'):
+        send(subject, embedding=ROWS)
+    assert counters['subgoals_invalid'] == 1 and subject.pending() is None
+
+
+def test_tokens_beside_an_embedding_are_judged_as_ever():
+    subject, _ = wide()
+    with pytest.raises(SubgoalRefused, match='token ids from 100'):
+        send(subject, tokens=(100,), embedding=ROWS)
+    with pytest.raises(SubgoalRefused, match='neither tokens nor text nor an embedding'):
+        send(subject, tokens=())
 
 
 def test_a_newer_one_replaces_an_unread_one():
