@@ -167,7 +167,7 @@ def head(c: Qwen35Config, b: Tensors, hidden: Tensor) -> Tensor:
 
 def mtp_note(c: Qwen35Config, b: Tensors, tokens: Tensor, hidden: Tensor, positions: Tensor,
              count: Tensor) -> None:
-    """As ``model.mtp_note``; up to FEW pairs have bits of their own."""
+    """As ``model.mtp_note``; up to ``row_products.ROWS`` pairs have bits of their own."""
     M, pdl = len(tokens), overlaps(tokens.device)
     cos, sin = rope_tables(positions, b[ROPE])
     x = _mtp_input(c, b, tokens, hidden)
@@ -260,7 +260,7 @@ def _product(y: Tensor, w: Weight) -> Tensor:
     if len(y) > FEW:
         return chunk_product(y, w)
     out = y.new_empty((len(y), len(w if isinstance(w, Tensor) else w.data)))
-    row_product(y, w, out, overlaps(y.device))
+    row_product(y, w, out, overlaps(y.device), alone=False)
     return out
 
 
