@@ -32,10 +32,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Answer ``-n auto``: more than the cores, as ROS tests mostly wait; none for one file."""
+    """Answer ``-n auto``: one more than cores, as ROS tests mostly wait; none for one file."""
     if len(config.args) == 1 and '.py' in config.args[0]:
         return 0
-    return min(len(os.sched_getaffinity(0)) + 2, MOST_WORKERS)
+    return min(len(os.sched_getaffinity(0)) + 1, MOST_WORKERS)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

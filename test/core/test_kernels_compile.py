@@ -66,6 +66,7 @@ def test_it_compiles_to_a_cubin_within_shared_memory(variant, arch, tmp_path, mo
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     monkeypatch.setenv('TRITON_CACHE_DIR', str(tmp_path))
+    monkeypatch.setenv('TRITON_DISABLE_LINE_INFO', '1')  # the same code in less time
     names = variant.kernel.jit.arg_names
     # As launched: tensors begin at multiples of 16 bytes, so loads are pipelined through shared
     # memory. Without this a kernel seems to need next to none.

@@ -27,8 +27,11 @@ def environment() -> dict[str, str]:
     }
 
 
-def build(name: str, *options: str) -> Path:
-    """Run ``colcon build`` with Ninja in folders of its own; a second run is incremental.
+def build(name: str, symlink: bool) -> Path:
+    """Run ``colcon build`` with Ninja into an own install space; a second run is incremental.
+
+    The build folder is one for both forms: what is generated and compiled does not depend on how
+    it is installed, and most of a build is generating.
 
     :raises AssertionError: with the end of colcon's output when the build fails.
     """
@@ -37,11 +40,14 @@ def build(name: str, *options: str) -> Path:
     if not source.is_symlink():
         source.symlink_to(ROOT)
     install = WORKSPACE / f'install_{name}'
-    build_base = ROOT / 'build' / f'colcon_{name}'
+    options = ['--symlink-install'] if symlink else []
+    build_base = ROOT / 'build' / 'colcon_build'
     done = subprocess.run(
         ['colcon', 'build', '--base-paths', 'src', '--install-base', str(install),
          '--build-base', str(build_base), *options,
          '--event-handlers', 'console_cohesion+', '--cmake-args',
+         # CMake keeps what the other form said; colcon says it for symbolic links only.
+         f'-DAMENT_CMAKE_SYMLINK_INSTALL={int(symlink)}',
          '-G', 'Ninja', '-DCMAKE_BUILD_TYPE=Release', f'-DPython3_EXECUTABLE={sys.executable}',
          f'-DCMAKE_PROJECT_INCLUDE={ROOT / "cmake" / "pip_wheels.cmake"}'],
         cwd=WORKSPACE, env=environment(), text=True, capture_output=True)

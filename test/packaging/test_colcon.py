@@ -28,13 +28,13 @@ print(flashrt_ros.__file__, flashrt_core.__file__, flashrt_ros.msg.__file__)
 @pytest.fixture(scope='module')
 def plain() -> Path:
     """Give the install prefix of ``colcon build``."""
-    return _colcon.build('plain')
+    return _colcon.build('plain', symlink=False)
 
 
 @pytest.fixture(scope='module')
 def symlinked() -> Path:
     """Give the install prefix of ``colcon build --symlink-install``."""
-    return _colcon.build('symlink', '--symlink-install')
+    return _colcon.build('symlink', symlink=True)
 
 
 def executables() -> set[str]:
