@@ -52,8 +52,11 @@ class Link(Protocol):
         ...
 
     def write(self, text: str, sequence: int, episode: int, priority: int,
-              deadline_s: float) -> None:
-        """Give it a subgoal. :raises FlashrtError: it was not accepted, whatever the reason."""
+              deadline_s: float, embedding: Any = None) -> None:
+        """Give it a subgoal. :raises FlashrtError: it was not accepted, whatever the reason.
+
+        :param embedding: rows float32 [n, width] that the policy reads in the text's place.
+        """
         ...
 
 
