@@ -300,6 +300,6 @@ class ParameterInvalid(ServiceError):
 
 
 class SubgoalRefused(ServiceError):
-    """A subgoal is repeated, late, of another episode, too long or not in the vocabulary."""
+    """A subgoal is repeated, late, of another episode, or not what the policy can read."""
 
     code = 'subgoal_refused'

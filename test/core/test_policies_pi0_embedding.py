@@ -206,6 +206,20 @@ def test_a_restore_gives_the_same_tick_and_without_either_buffer_it_does_not(
     assert same_bits(session.tick(seen).actions, following) == (not left_out)
 
 
+def test_a_rollback_to_a_mark_and_a_restore_into_other_rows_bring_it_back(session, store):
+    session.tick(observation(subgoal=SubgoalWrite(1, (), Embedding(drawn(session)))))
+    mark = session.lane.at_boundary(lambda: store.mark(session.boundary)).result()
+    session.lane.at_boundary(lambda: store.snapshot(session.boundary, 'c')).result()
+    state = state_of(session)
+    session.tick(observation(subgoal=SubgoalWrite(2, (), Embedding(drawn(session, 4, 8)))))
+    assert not equal_states(state, state_of(session))
+    session.lane.at_boundary(lambda: store.rollback(session.boundary, mark)).result()
+    assert equal_states(state, state_of(session))
+    session.lane.at_boundary(lambda: store.restore(session.boundary, 'c', rows=(1, 3))).result()
+    assert all(equal_states(state, state_of(session, row)) for row in (1, 3))
+    assert not equal_states(state, state_of(session, 2))
+
+
 def test_the_state_is_the_same_whatever_was_written_before(backend, session):
     """What a longer write left in the input does not get into the state of a shorter one."""
     with bound(backend, subgoal_embedding_tokens=ROWS, best_of_keys=(4,)) as other:
