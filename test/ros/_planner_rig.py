@@ -18,6 +18,7 @@ from rclpy.action import ActionClient
 from rclpy.parameter import Parameter
 from rclpy.qos import QoSProfile
 
+from flashrt_ros import planner_action
 from flashrt_ros import planner_node
 from flashrt_ros import qos
 from flashrt_ros import srv
@@ -26,10 +27,10 @@ from flashrt_ros.main import StopRequest
 from flashrt_ros.msg import Event
 from flashrt_ros.msg import PlannerStatus
 from flashrt_ros.msg import SubgoalOutcome
-from flashrt_ros.planner_action import FEEDBACK_DEPTH
 from flashrt_ros.planner_node import PlannerNode
 
 TWO = 'put the red block in the blue zone, then go home'
+EVERY_TOKEN = 5000  # feedback messages: a test that reads a plan must not miss one under load
 FIRST, SECOND = 'put the red block in the blue zone', 'go home'
 
 
@@ -78,7 +79,8 @@ class PlannerRig:
         make = planner_node.make_planner if model is None else lambda name: model
         if model is None:
             given.pop('planner')
-        with mock.patch.object(planner_node, 'make_planner', make):
+        with mock.patch.object(planner_node, 'make_planner', make), \
+                mock.patch.object(planner_action, 'FEEDBACK_DEPTH', EVERY_TOKEN):
             self.node: PlannerNode = graph.spin(PlannerNode(
                 self.stop_request, executor=bind_to, context=graph.context, namespace=namespace,
                 parameter_overrides=[Parameter(k, value=v) for k, v in given.items()]))
@@ -96,7 +98,7 @@ class PlannerRig:
         self._outcomes = self.probe.create_publisher(
             SubgoalOutcome, 'subgoal_outcome', qos.record())
         self.client = ActionClient(self.probe, Plan, f'{self.prefix}/plan',
-                                   feedback_sub_qos_profile=QoSProfile(depth=FEEDBACK_DEPTH))
+                                   feedback_sub_qos_profile=QoSProfile(depth=EVERY_TOKEN))
         wait_until(self.client.server_is_ready, 'the action')
         wait_until(lambda: self._outcomes.get_subscription_count() > 0, 'the planner to listen')
         self._clients: dict[str, Any] = {}
