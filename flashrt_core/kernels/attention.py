@@ -32,7 +32,7 @@ FEW_WARPS, FOLD_WARPS = 4, 2
 def attend_all(q, k, v, mask, out, out_scale, rows, T,  # type: ignore[no-untyped-def]
                q_batch, q_token, kv_batch, kv_token, out_batch, out_token, scale,
                G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
-               BN: tl.constexpr, MASKED: tl.constexpr, PDL: tl.constexpr):
+               BN: tl.constexpr, MASKED: tl.constexpr):
     """
     Attend every query row of one key head; grid (rows of a head, key heads, batch).
 
@@ -46,11 +46,6 @@ def attend_all(q, k, v, mask, out, out_scale, rows, T,  # type: ignore[no-untype
     inside = (i[:, None] < rows) & (d[None, :] < D)
     lane = (head * G + i % G) * D
     at = batch * q_batch + (i // G) * q_token + lane
-    if PDL:
-        tl.inline_asm_elementwise('griddepcontrol.launch_dependents; // $0', '=r', [],
-                                  dtype=tl.int32, is_pure=False, pack=1)
-        tl.inline_asm_elementwise('griddepcontrol.wait; // $0', '=r', [],
-                                  dtype=tl.int32, is_pure=False, pack=1)
     query = tl.load(q + at[:, None] + d[None, :], mask=inside, other=0.0)
     total = tl.zeros([BM, BD], tl.float32)
     top = tl.full([BM], -1.0e30, tl.float32)
@@ -175,7 +170,7 @@ def attend_fold(partial, top_in, norm_in, out, out_scale, S, splits,  # type: ig
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor,
-              scale: Tensor | None = None, pdl: bool = False) -> None:
+              scale: Tensor | None = None) -> None:
     """
     Bidirectional attention of q [B, T, Hq, D] to k and v [B, T, Hk, D] into out [B, T, Hq, D].
 
@@ -190,8 +185,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor,
     attend_all[grid](
         q, k, v, q if mask is None else mask, out, scale, T * G, T, q.stride(0), q.stride(1),
         k.stride(0), k.stride(1), out.stride(0), out.stride(1), D**-0.5 * LOG2E,
-        G=G, D=D, BD=BD, BM=64, BN=64, MASKED=mask is not None, PDL=pdl,
-        num_warps=4, num_stages=3 if BD <= 128 else 2, launch_pdl=pdl)
+        G=G, D=D, BD=BD, BM=64, BN=64, MASKED=mask is not None, num_warps=4,
+        num_stages=3 if BD <= 128 else 2)
 
 
 class FewQueries:
@@ -246,17 +241,17 @@ def selected(device: torch.device) -> bool:
 
 def _check(device: torch.device) -> bool:
     """Compare with torch in float32: heads of 72, masked keys, a shared prefix with two rows."""
-    pdl, dtype = overlaps(device), torch.bfloat16
+    dtype = torch.bfloat16
     q, k, v = draw(device, dtype, 2, 100, 3, 4, 72).unbind(2)
     out = torch.full((2, 100, 4, 72), torch.nan, device=device, dtype=dtype)
-    attention(q, k, v, None, out, pdl=pdl)
+    attention(q, k, v, None, out)
     agree = [close(out.flatten(2), attend(q.float(), k.float(), v.float()))]
 
     q, kv = draw(device, dtype, 1, 150, 8, 256), draw(device, dtype, 150, 2, 1, 256, seed=1)
     mask = torch.arange(150, device=device) % 7 != 2
     mask[60:] &= torch.arange(90, device=device) < 80
     out = torch.full_like(q, torch.nan)
-    attention(q, kv[None, :, 0], kv[None, :, 1], mask, out, pdl=pdl)
+    attention(q, kv[None, :, 0], kv[None, :, 1], mask, out)
     agree.append(close(out.flatten(2),
                        attend(q.float(), kv[None, :, 0].float(), kv[None, :, 1].float(), mask)))
 
@@ -265,7 +260,7 @@ def _check(device: torch.device) -> bool:
     out = torch.full_like(q, torch.nan)
     token = torch.arange(51, device=device)
     for alone in (True, False):
-        few = FewQueries(2, 51, 150, 8, 1, 256, device, pdl, alone)
+        few = FewQueries(2, 51, 150, 8, 1, 256, device, overlaps(device), alone)
         few(q, kv, mask, own, out.fill_(torch.nan))
         sees = (token[None, :] == 0) | (token[:, None] > 0) | (not alone)
         expected = attend_shared_prefix(q.float(), own[:, :, 0].float(), own[:, :, 1].float(),
@@ -294,13 +289,13 @@ def _variants() -> tuple[Variant, ...]:
 
     views = {'G': 1, 'D': 72, 'BD': 128, 'BM': 64, 'BN': 64, 'MASKED': False}
     prefix = {'G': 8, 'D': 256, 'BD': 256, 'BM': 64, 'BN': 64, 'MASKED': True}
-    add(attend_all, whole | quantised, 4, 3, (90, 110), **views, PDL=True)
-    add(attend_all, whole | quantised, 4, 2, (90, 110), **prefix, PDL=True)
+    add(attend_all, whole, 4, 3, (87, 90, 110), **views, out_scale=None)
+    add(attend_all, whole, 4, 2, (87, 90, 110), **prefix, out_scale=None)
+    add(attend_all, whole | quantised, 4, 3, (90, 110), **views)
+    add(attend_all, whole | quantised, 4, 2, (90, 110), **prefix)
     add(attend_fold, fold | quantised, FOLD_WARPS, 3, (90, 110), **heads, SPLITS=16, PDL=True)
     boards: tuple[tuple[bool, tuple[int, ...]], ...] = ((False, (87,)), (True, (90, 110)))
     for pdl, archs in boards:
-        add(attend_all, whole, 4, 3, archs, **views, out_scale=None, PDL=pdl)
-        add(attend_all, whole, 4, 2, archs, **prefix, out_scale=None, PDL=pdl)
         for alone in (True, False):
             add(attend_split, split, FEW_WARPS, 1, archs, **heads, BM=64, SPAN=SPAN, ALONE=alone,
                 PDL=pdl)

@@ -9,10 +9,8 @@ from torch.nn import functional as F
 
 from flashrt_core.kernels._launch import close
 from flashrt_core.kernels._launch import draw
-from flashrt_core.kernels._launch import overlaps
 from flashrt_core.kernels._triton import FP8_ARCHS
 from flashrt_core.kernels._triton import lazy_jit
-from flashrt_core.kernels._triton import LazyKernel
 from flashrt_core.kernels._triton import triton_selected
 from flashrt_core.kernels._triton import Variant
 from flashrt_core.nn import layer_norm
@@ -25,8 +23,7 @@ if TYPE_CHECKING:
 
 @lazy_jit
 def add_norm(x, delta, weight, bias, y, scale, eps,  # type: ignore[no-untyped-def]
-             N: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, LAYER: tl.constexpr,
-             PDL: tl.constexpr):
+             N: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, LAYER: tl.constexpr):
     """
     Do x += delta if ADD, then y = norm(x): layer norm with affine, or Gemma's RMS norm.
 
@@ -35,11 +32,6 @@ def add_norm(x, delta, weight, bias, y, scale, eps,  # type: ignore[no-untyped-d
     at = tl.program_id(0).to(tl.int64) * N
     n = tl.arange(0, BLOCK)
     inside = n < N
-    if PDL:
-        tl.inline_asm_elementwise('griddepcontrol.launch_dependents; // $0', '=r', [],
-                                  dtype=tl.int32, is_pure=False, pack=1)
-        tl.inline_asm_elementwise('griddepcontrol.wait; // $0', '=r', [],
-                                  dtype=tl.int32, is_pure=False, pack=1)
     value = tl.load(x + at + n, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         value += tl.load(delta + at + n, mask=inside, other=0.0).to(tl.float32)
@@ -60,8 +52,7 @@ def add_norm(x, delta, weight, bias, y, scale, eps,  # type: ignore[no-untyped-d
 
 @lazy_jit
 def rope_kv(qkv, cos, sin, q, kv,  # type: ignore[no-untyped-def]
-            HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
-            PDL: tl.constexpr):
+            HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
     """
     Rotate q and k of qkv [tokens, heads + 2 * kv_heads, D] into q and kv; v is copied.
 
@@ -72,11 +63,6 @@ def rope_kv(qkv, cos, sin, q, kv,  # type: ignore[no-untyped-def]
     token = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, BLOCK)[:, None]
     d = tl.arange(0, HALF)[None, :]
-    if PDL:
-        tl.inline_asm_elementwise('griddepcontrol.launch_dependents; // $0', '=r', [],
-                                  dtype=tl.int32, is_pure=False, pack=1)
-        tl.inline_asm_elementwise('griddepcontrol.wait; // $0', '=r', [],
-                                  dtype=tl.int32, is_pure=False, pack=1)
     at = qkv + token * ALL * D + h * D + d
     low = tl.load(at, mask=h < ALL, other=0.0).to(tl.float32)
     high = tl.load(at + HALF, mask=h < ALL, other=0.0).to(tl.float32)
@@ -95,7 +81,7 @@ def rope_kv(qkv, cos, sin, q, kv,  # type: ignore[no-untyped-def]
 
 @lazy_jit
 def gelu_gate(gate_up, out, scale,  # type: ignore[no-untyped-def]
-              N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+              N: tl.constexpr, BLOCK: tl.constexpr):
     """
     Write out [rows, N] = gelu_tanh(gate) * up of gate_up [rows, 2 * N].
 
@@ -103,11 +89,6 @@ def gelu_gate(gate_up, out, scale,  # type: ignore[no-untyped-def]
     """
     row = tl.program_id(1).to(tl.int64)
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    if PDL:
-        tl.inline_asm_elementwise('griddepcontrol.launch_dependents; // $0', '=r', [],
-                                  dtype=tl.int32, is_pure=False, pack=1)
-        tl.inline_asm_elementwise('griddepcontrol.wait; // $0', '=r', [],
-                                  dtype=tl.int32, is_pure=False, pack=1)
     gate = tl.load(gate_up + row * 2 * N + n).to(tl.float32)
     up = tl.load(gate_up + row * 2 * N + N + n).to(tl.float32)
     u = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
@@ -118,15 +99,9 @@ def gelu_gate(gate_up, out, scale,  # type: ignore[no-untyped-def]
 
 
 @lazy_jit
-def gelu_scale(x, out, scale, total,  # type: ignore[no-untyped-def]
-               BLOCK: tl.constexpr, PDL: tl.constexpr):
+def gelu_scale(x, out, scale, total, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Write out [total] = gelu_tanh(x) over scale [] as E4M3; grid (blocks,)."""
     n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    if PDL:
-        tl.inline_asm_elementwise('griddepcontrol.launch_dependents; // $0', '=r', [],
-                                  dtype=tl.int32, is_pure=False, pack=1)
-        tl.inline_asm_elementwise('griddepcontrol.wait; // $0', '=r', [],
-                                  dtype=tl.int32, is_pure=False, pack=1)
     value = tl.load(x + n, mask=n < total, other=0.0).to(tl.float32)
     u = 0.7978845608028654 * (value + 0.044715 * value * value * value)
     value = tl.clamp(value / (1.0 + tl.exp(-2.0 * u)) / tl.load(scale), -448.0, 448.0)
@@ -150,39 +125,34 @@ def cut_patches(images, out, GRID: tl.constexpr, PATCH: tl.constexpr,  # type: i
 
 
 def norm_rows(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, y: Tensor,
-              eps: float, scale: Tensor | None = None, pdl: bool = False) -> None:
+              eps: float, scale: Tensor | None = None) -> None:
     """Launch ``add_norm`` over x [..., N]; with a bias it is a layer norm, with a scale E4M3."""
     N = x.shape[-1]
     add_norm[(x.numel() // N,)](
         x, x if delta is None else delta, weight, weight if bias is None else bias, y, scale, eps,
         N=N,
-        BLOCK=1 << (N - 1).bit_length(), ADD=delta is not None, LAYER=bias is not None, PDL=pdl,
-        num_warps=4, launch_pdl=pdl)
+        BLOCK=1 << (N - 1).bit_length(), ADD=delta is not None, LAYER=bias is not None,
+        num_warps=4)
 
 
-def rotate_rows(qkv: Tensor, cos: Tensor, sin: Tensor, q: Tensor, kv: Tensor,
-                pdl: bool = False) -> None:
+def rotate_rows(qkv: Tensor, cos: Tensor, sin: Tensor, q: Tensor, kv: Tensor) -> None:
     """Launch ``rope_kv``: qkv [tokens, (heads + 2 * kv_heads) * D] -> q, kv."""
     tokens, heads, D = q.shape
     kv_heads = kv.shape[2]
     rope_kv[(tokens,)](qkv, cos, sin, q, kv, HEADS=heads, KV_HEADS=kv_heads, D=D,
-                       BLOCK=1 << (heads + 2 * kv_heads - 1).bit_length(), PDL=pdl, num_warps=4,
-                       launch_pdl=pdl)
+                       BLOCK=1 << (heads + 2 * kv_heads - 1).bit_length(), num_warps=4)
 
 
-def gate_rows(gate_up: Tensor, out: Tensor, scale: Tensor | None = None,
-              pdl: bool = False) -> None:
+def gate_rows(gate_up: Tensor, out: Tensor, scale: Tensor | None = None) -> None:
     """Launch ``gelu_gate`` over gate_up [rows, 2 * N]; with a scale float32 [] out is E4M3."""
     rows, N = out.shape
     block = 2048 if N % 2048 == 0 else N & -N
-    gelu_gate[(N // block, rows)](gate_up, out, scale, N=N, BLOCK=block, PDL=pdl, num_warps=4,
-                                  launch_pdl=pdl)
+    gelu_gate[(N // block, rows)](gate_up, out, scale, N=N, BLOCK=block, num_warps=4)
 
 
-def gelu_rows(x: Tensor, out: Tensor, scale: Tensor, pdl: bool = False) -> None:
+def gelu_rows(x: Tensor, out: Tensor, scale: Tensor) -> None:
     """Launch ``gelu_scale``: x of any shape -> out of the same, E4M3 over scale float32 []."""
-    gelu_scale[(-(-x.numel() // 2048),)](x, out, scale, x.numel(), BLOCK=2048, PDL=pdl,
-                                         num_warps=4, launch_pdl=pdl)
+    gelu_scale[(-(-x.numel() // 2048),)](x, out, scale, x.numel(), BLOCK=2048, num_warps=4)
 
 
 def patches(images: Tensor, patch: int, out: Tensor) -> None:
@@ -200,27 +170,27 @@ def selected(device: torch.device) -> bool:
 
 def _check(device: torch.device) -> bool:
     """Compare each kernel with torch in float32; also the product with GELU that goes with it."""
-    pdl, dtype = overlaps(device), torch.bfloat16
+    dtype = torch.bfloat16
     agree = []
     for N, bias in ((1152, draw(device, torch.float32, 1152)), (2048, None)):
         x, delta = draw(device, dtype, 9, N, seed=1), draw(device, dtype, 9, N, seed=2)
         weight, y = draw(device, torch.float32, N, seed=3), torch.full_like(x, torch.nan)
         total = x.float() + delta.float()
-        norm_rows(x, delta, weight, bias, y, 1e-6, pdl=pdl)
+        norm_rows(x, delta, weight, bias, y, 1e-6)
         expected = (rms_norm(total, weight, 1e-6) if bias is None
                     else layer_norm(total, weight, bias, 1e-6))
         agree += [close(x, total), close(y, expected)]
     qkv, angle = draw(device, dtype, 9, 10 * 64), draw(device, torch.float32, 9, 1, 32, seed=1)
     q = torch.full((9, 8, 64), torch.nan, device=device, dtype=dtype)
     kv = torch.full((9, 2, 1, 64), torch.nan, device=device, dtype=dtype)
-    rotate_rows(qkv, angle.cos(), angle.sin(), q, kv, pdl)
+    rotate_rows(qkv, angle.cos(), angle.sin(), q, kv)
     whole = qkv.float().view(9, 10, 64)
     turned = rotate(whole, angle.cos(), angle.sin())
     agree += [close(q, turned[:, :8]), close(kv[:, 0], turned[:, 8:9]),
               close(kv[:, 1], whole[:, 9:])]
     gate_up, out = draw(device, dtype, 9, 8192), torch.full((9, 4096), torch.nan, device=device,
                                                             dtype=dtype)
-    gate_rows(gate_up, out, pdl=pdl)
+    gate_rows(gate_up, out)
     gate, up = gate_up.float().chunk(2, dim=-1)
     agree.append(close(out, F.gelu(gate, approximate='tanh') * up))
     images = torch.arange(2 * 28 * 28 * 3, device=device).view(2, 28, 28, 3).to(torch.uint8)
@@ -237,33 +207,32 @@ def _check(device: torch.device) -> bool:
 
 def _variants() -> tuple[Variant, ...]:
     norm = {'x': '*bf16', 'delta': '*bf16', 'weight': '*fp32', 'bias': '*fp32', 'y': '*bf16',
-            'eps': 'fp32'}
-    gate = {'gate_up': '*bf16', 'out': '*bf16'}
-    rope = {'qkv': '*bf16', 'cos': '*fp32', 'sin': '*fp32', 'q': '*bf16', 'kv': '*bf16'}
-    vision = {'N': 1152, 'BLOCK': 2048, 'ADD': True, 'LAYER': True}
-    prefix = {'N': 2048, 'BLOCK': 2048, 'ADD': True, 'LAYER': False}
-    found: list[Variant] = []
-
-    def add(kernel: LazyKernel, types: dict[str, str], archs: tuple[int, ...],
-            **values: object) -> None:
-        found.append(Variant(kernel, types | dict.fromkeys(values, 'constexpr'), values,
-                             archs=archs))
-
-    boards: tuple[tuple[bool, tuple[int, ...]], ...] = ((False, (87,)), (True, (90, 110, 121)))
-    for pdl, archs in boards:
-        add(add_norm, norm, archs, **vision, scale=None, PDL=pdl)
-        add(add_norm, norm, archs, **prefix, scale=None, PDL=pdl)
-        add(rope_kv, rope, archs, HEADS=8, KV_HEADS=1, D=256, BLOCK=16, PDL=pdl)
-        add(gelu_gate, gate, archs, N=16384, BLOCK=2048, scale=None, PDL=pdl)
-    packed = {'y': '*fp8e4nv', 'scale': '*fp32'}
-    add(add_norm, norm | packed, FP8_ARCHS, **vision, PDL=True)
-    add(add_norm, norm | packed, FP8_ARCHS, **prefix, PDL=True)
-    packed = {'out': '*fp8e4nv', 'scale': '*fp32'}
-    add(gelu_gate, gate | packed, FP8_ARCHS, N=16384, BLOCK=2048, PDL=True)
-    add(gelu_scale, {'x': '*bf16', 'total': 'i32'} | packed, FP8_ARCHS, BLOCK=2048, PDL=True)
-    add(cut_patches, {'images': '*u8', 'out': '*bf16'}, (87, 90, 110, 121), GRID=16, PATCH=14,
-        BLOCK=1024)
-    return tuple(found)
+            'eps': 'fp32'} | dict.fromkeys('scale N BLOCK ADD LAYER'.split(), 'constexpr')
+    quantised = norm | {'y': '*fp8e4nv', 'scale': '*fp32'}
+    gate = {'gate_up': '*bf16', 'out': '*bf16', 'scale': 'constexpr', 'N': 'constexpr',
+            'BLOCK': 'constexpr'}
+    return (
+        Variant(add_norm, norm,
+                {'scale': None, 'N': 1152, 'BLOCK': 2048, 'ADD': True, 'LAYER': True}),
+        Variant(add_norm, norm,
+                {'scale': None, 'N': 2048, 'BLOCK': 2048, 'ADD': True, 'LAYER': False}),
+        Variant(add_norm, quantised, {'N': 1152, 'BLOCK': 2048, 'ADD': True, 'LAYER': True},
+                archs=FP8_ARCHS),
+        Variant(add_norm, quantised, {'N': 2048, 'BLOCK': 2048, 'ADD': True, 'LAYER': False},
+                archs=FP8_ARCHS),
+        Variant(gelu_gate, gate | {'out': '*fp8e4nv', 'scale': '*fp32'},
+                {'N': 16384, 'BLOCK': 2048}, archs=FP8_ARCHS),
+        Variant(gelu_scale, {'x': '*bf16', 'out': '*fp8e4nv', 'scale': '*fp32', 'total': 'i32',
+                             'BLOCK': 'constexpr'}, {'BLOCK': 2048}, archs=FP8_ARCHS),
+        Variant(rope_kv,
+                {'qkv': '*bf16', 'cos': '*fp32', 'sin': '*fp32', 'q': '*bf16', 'kv': '*bf16'}
+                | dict.fromkeys('HEADS KV_HEADS D BLOCK'.split(), 'constexpr'),
+                {'HEADS': 8, 'KV_HEADS': 1, 'D': 256, 'BLOCK': 16}),
+        Variant(gelu_gate, gate, {'scale': None, 'N': 16384, 'BLOCK': 2048}),
+        Variant(cut_patches, {'images': '*u8', 'out': '*bf16', 'GRID': 'constexpr',
+                              'PATCH': 'constexpr', 'BLOCK': 'constexpr'},
+                {'GRID': 16, 'PATCH': 14, 'BLOCK': 1024}),
+    )
 
 
 VARIANTS = _variants()

@@ -67,7 +67,6 @@ def encode_views(images: Tensor, w: Mapping[str, Tensor], c: Pi0Config) -> Tenso
     """As ``model.encode_views``."""
     d = c.vision
     V, T = images.shape[0], d.tokens
-    pdl = overlaps(images.device)
     cut = images.new_empty((V, T, d.patch_dim), dtype=c.torch_dtype)
     rows.patches(images, d.patch_size, cut)
     x = F.linear(cut, w['vision.patch.weight'], w['vision.patch.bias']) + w['vision.position']
@@ -78,17 +77,17 @@ def encode_views(images: Tensor, w: Mapping[str, Tensor], c: Pi0Config) -> Tenso
     for i in range(d.layers):
         layer = siglip_layer(w, f'vision.layers.{i}')
         rows.norm_rows(x, z, layer.norm1_weight, layer.norm1_bias, y, d.eps,
-                       scale_of(layer.qkv_weight), pdl)
+                       scale_of(layer.qkv_weight))
         qkv = product(y, layer.qkv_weight, layer.qkv_bias, ones).view(V, T, 3, d.heads, -1)
         q, k, v = qkv.unbind(2)
-        attention.attention(q, k, v, None, heads, scale_of(layer.out_weight), pdl)
+        attention.attention(q, k, v, None, heads, scale_of(layer.out_weight))
         z = product(attended, layer.out_weight, layer.out_bias, ones)
         rows.norm_rows(x, z, layer.norm2_weight, layer.norm2_bias, y, d.eps,
-                       scale_of(layer.fc1_weight), pdl)
-        hidden = product_gelu(y.view(V * T, -1), layer, ones, pdl)
+                       scale_of(layer.fc1_weight))
+        hidden = product_gelu(y.view(V * T, -1), layer, ones)
         z = product(hidden, layer.fc2_weight, layer.fc2_bias, ones).view_as(x)
     rows.norm_rows(x, z, w['vision.norm.weight'], w['vision.norm.bias'], y, d.eps,
-                   scale_of(w['projector.weight']), pdl)
+                   scale_of(w['projector.weight']))
     return product(y, w['projector.weight'], w['projector.bias'], ones).flatten(0, 1)
 
 
@@ -102,7 +101,7 @@ def ones_of(c: Pi0Config, count: int, device: torch.device) -> Tensor | None:
     return torch.ones((count, 1), device=device) if c.quantised else None
 
 
-def product_gelu(y: Tensor, layer: SiglipLayer, ones: Tensor | None, pdl: bool) -> Tensor:
+def product_gelu(y: Tensor, layer: SiglipLayer, ones: Tensor | None) -> Tensor:
     """Return gelu(fc1(y)) of y [M, width] as the input of fc2; FP8 has no product with GELU."""
     if isinstance(layer.fc1_weight, Tensor):
         return torch._addmm_activation(
@@ -111,7 +110,7 @@ def product_gelu(y: Tensor, layer: SiglipLayer, ones: Tensor | None, pdl: bool) 
     scale = scale_of(layer.fc2_weight)
     assert scale is not None
     hidden = torch.empty_like(z, dtype=E4M3)
-    rows.gelu_rows(z, hidden, scale, pdl)
+    rows.gelu_rows(z, hidden, scale)
     return hidden
 
 
@@ -127,7 +126,7 @@ def encode_prefix(
     """As ``model.encode_prefix``."""
     d = c.prefix
     x = torch.cat([image_tokens, embed_text(text, w, c, given)])
-    P, pdl = x.shape[0], overlaps(x.device)
+    P = x.shape[0]
     cos, sin = rope_tables(mask.cumsum(0) - 1, w['table.rope'])
     y = torch.empty_like(x, dtype=input_type(c))
     q = x.new_empty((P, d.heads, d.head_dim))
@@ -137,18 +136,18 @@ def encode_prefix(
     last = d.layers - 1
     layers = [gemma_layer(w, f'prefix.layers.{i}') for i in range(last)]
     inputs = [*(layer.qkv for layer in layers), w[f'prefix.layers.{last}.kv']]
-    rows.norm_rows(x, None, layers[0].norm1, None, y, d.eps, scale_of(inputs[0]), pdl)
+    rows.norm_rows(x, None, layers[0].norm1, None, y, d.eps, scale_of(inputs[0]))
     for i, layer in enumerate(layers):
-        rows.rotate_rows(product(y, layer.qkv, None, ones), cos, sin, q, kv[i], pdl)
+        rows.rotate_rows(product(y, layer.qkv, None, ones), cos, sin, q, kv[i])
         attention.attention(q[None], kv[i, :, 0][None], kv[i, :, 1][None], mask, attended[None],
-                            scale_of(layer.out), pdl)
+                            scale_of(layer.out))
         z = product(attended.view(P, -1), layer.out, None, ones)
-        rows.norm_rows(x, z, layer.norm2, None, y, d.eps, scale_of(layer.gate_up), pdl)
-        rows.gate_rows(product(y, layer.gate_up, None, ones), hidden, scale_of(layer.down), pdl)
+        rows.norm_rows(x, z, layer.norm2, None, y, d.eps, scale_of(layer.gate_up))
+        rows.gate_rows(product(y, layer.gate_up, None, ones), hidden, scale_of(layer.down))
         z = product(hidden, layer.down, None, ones)
         rows.norm_rows(x, z, w[f'prefix.layers.{i + 1}.norm1'], None, y, d.eps,
-                       scale_of(inputs[i + 1]), pdl)
-    rows.rotate_rows(product(y, inputs[last], None, ones), cos, sin, q[:, :0], kv[last], pdl)
+                       scale_of(inputs[i + 1]))
+    rows.rotate_rows(product(y, inputs[last], None, ones), cos, sin, q[:, :0], kv[last])
 
 
 class SuffixAttention:
