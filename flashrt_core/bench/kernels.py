@@ -52,7 +52,6 @@ from flashrt_core.planners.qwen3_5.config import load_config
 from flashrt_core.planners.qwen3_5.config import PRECISIONS
 from flashrt_core.planners.qwen3_5.config import Qwen35Config
 from flashrt_core.planners.qwen3_5.precision import quantise
-from flashrt_core.planners.qwen3_5.products import FEW
 from flashrt_core.planners.qwen3_5.weights import damped
 from flashrt_core.planners.qwen3_5.weights import ROPE
 from flashrt_core.planners.qwen3_5.weights import rope_table
@@ -123,7 +122,7 @@ def run(arguments: argparse.Namespace) -> Report:
             (module, tile.get('split', {}), partial(products, p, device, arguments.rows, True)),
             (module, tile.get('gated', {}), partial(gated, p, device, arguments.rows)),
             (fast, {}, partial(chunk_rows, p, device, arguments.tokens)),
-            (module, tile.get('chunk', {}), partial(few_products, p, device, FEW)),
+            (module, tile.get('chunk', {}), partial(few_products, p, device, 64)),
             (fast, {}, partial(chunk_products, p, device, arguments.tokens)),
             (fast, {}, partial(layers, p, device, arguments.rows, arguments.lengths,
                                arguments.tokens)),

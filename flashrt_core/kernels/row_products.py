@@ -190,19 +190,20 @@ class Tile(NamedTuple):
     step: int
     warps: int
     stages: int
-    early: int = 512  # columns of K
+    early: int = 0  # columns of K
     swapped: bool = False
+    overlaps: bool = True  # is launched while the kernel before it runs, where the GPU can
 
 
 # Of a layer of the 27B all programs fit an H200 at once: a second wave of a few would double a
 # product's time.
 TILES = {
-    'wide': Tile(64, 128, 4, 4, swapped=True), 'split': Tile(64, 128, 4, 4),
-    'add': Tile(16, 256, 2, 5, 1024), 'gated': Tile(32, 128, 4, 3),
-    'fp8 wide': Tile(32, 256, 4, 4), 'fp8 split': Tile(64, 256, 4, 3),
-    'fp8 add': Tile(32, 512, 4, 3, 1024), 'fp8 gated': Tile(32, 128, 4, 4),
+    'wide': Tile(64, 128, 4, 4, swapped=True), 'split': Tile(64, 128, 4, 3),
+    'add': Tile(16, 512, 2, 3), 'gated': Tile(32, 128, 4, 2, overlaps=False),
+    'fp8 wide': Tile(32, 256, 4, 4), 'fp8 split': Tile(32, 256, 4, 4, 512),
+    'fp8 add': Tile(32, 512, 4, 3), 'fp8 gated': Tile(32, 256, 4, 4),
     'chunk wide': Tile(128, 64, 8, 4), 'chunk split': Tile(64, 128, 4, 4),
-    'chunk gated': Tile(32, 64, 4, 4, 256),
+    'chunk gated': Tile(32, 64, 4, 4),
 }
 SPLITS = 4    # of the products whose columns alone do not fill a GPU
 STEP = 128    # the K of every tile divides a multiple of this
@@ -247,6 +248,7 @@ def _launch(a: Tensor, w: Tensor | fp8.ChannelWeight, out: Tensor, rows: int, ti
     data, scale, narrow = _parts(w)
     (M, K), N = a.shape, data.shape[0]
     BK = _step(tile.step, K, splits)
+    pdl = pdl and tile.overlaps
     squares, eps, sizes = _normed(norm)
     row_product[(-(-M // rows), -(-N // tile.columns), splits)](
         a, data, scale, squares, out, *added, M, a.stride(0), eps, N=N, K=K, SPLITS=splits,
@@ -266,6 +268,7 @@ def gated(a: Tensor, w: Tensor | fp8.ChannelWeight, out: Tensor, pdl: bool = Fal
     (M, K), N = a.shape, out.shape[1]
     rows, tile = _tile('gated', M, w, alone)
     BK = _step(tile.step, K)
+    pdl = pdl and tile.overlaps
     squares, eps, sizes = _normed(norm)
     if N % tile.columns:
         raise ValueError(f'a gated product of {N} columns does not fit tiles of {tile.columns}')
@@ -431,7 +434,7 @@ def _variants() -> tuple[Variant, ...]:
             values: dict[str, Any] = {
                 'N': N, 'K': K, 'BM': CHUNK if kind == 'chunk ' else ROWS, 'BN': tile.columns,
                 'BK': tile.step, 'EARLY': tile.early if pdl else 0, 'SWAPPED': tile.swapped,
-                'COUNT': 320, 'BLOCK': 512, 'FP8': fp8_, 'PDL': pdl}
+                'COUNT': 320, 'BLOCK': 512, 'FP8': fp8_, 'PDL': pdl and tile.overlaps}
             if splits:
                 values |= {'SPLITS': splits} | ({} if more is added else dict.fromkeys(added))
             if kind == 'chunk ' or shape in ('add', 'split'):

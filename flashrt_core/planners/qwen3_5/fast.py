@@ -173,7 +173,7 @@ def mtp_note(c: Qwen35Config, b: Tensors, tokens: Tensor, hidden: Tensor, positi
     x = _mtp_input(c, b, tokens, hidden)
     y = torch.empty_like(x)
     row_kernels.norm_rows(x, None, b['mtp.layer.norm1'], None, y, c.eps)
-    proj = _product(y, rows_of(weight(b, 'mtp.layer.qkv'), slice(2 * c.q_dim, None)))
+    proj = _product(c, y, rows_of(weight(b, 'mtp.layer.qkv'), slice(2 * c.q_dim, None)))
     slots = torch.where(torch.arange(M, device=x.device) < count, positions, -1)
     norm = b['mtp.layer.k_norm']
     token_rows.heads(proj, norm, norm, cos, sin, slots, x.new_empty((M, 0, c.head_dim)),
@@ -256,8 +256,8 @@ def _accept(c: Qwen35Config, memory: Verify, b: Tensors, count: Tensor) -> None:
         delta_step.shift(channels, columns, count, pdl)
 
 
-def _product(y: Tensor, w: Weight) -> Tensor:
-    if len(y) > FEW:
+def _product(c: Qwen35Config, y: Tensor, w: Weight) -> Tensor:
+    if len(y) > FEW[c.precision]:
         return chunk_product(y, w)
     out = y.new_empty((len(y), len(w if isinstance(w, Tensor) else w.data)))
     row_product(y, w, out, overlaps(y.device), alone=False)
@@ -269,7 +269,7 @@ def _mtp_input(c: Qwen35Config, b: Tensors, tokens: Tensor, hidden: Tensor) -> T
     normed = torch.empty_like(parts)
     for part, name in enumerate(('mtp.norm_embed', 'mtp.norm_hidden')):
         row_kernels.norm_rows(parts[part], None, b[name], None, normed[part], c.eps)
-    return _product(torch.cat([normed[0], normed[1]], 1), weight(b, 'mtp.fc'))
+    return _product(c, torch.cat([normed[0], normed[1]], 1), weight(b, 'mtp.fc'))
 
 
 def _gate(c: Qwen35Config, proj: Tensor) -> Tensor:

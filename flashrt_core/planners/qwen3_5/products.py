@@ -25,7 +25,9 @@ from flashrt_core.planners.qwen3_5.precision import weight
 
 Scaled = tuple[Tensor, Tensor]  # E4M3 [T, K] and float32 [T]
 
-FEW = 64  # tokens of a chunk up to which its products are bound by the weights' bytes
+# Rows up to which the kernels of few rows are faster than the library, which multiplies what they
+# widen; of int4 it first needs the weight widened as a whole.
+FEW = {'bf16': 16, 'fp8': 64, 'int4': 64}
 ADDING = ('bf16',)  # precisions whose rows alone are added up by their products
 LAST_NORM = 'norm'  # what it norms goes into the head, not into a product of the same pass
 LAST_NORMS = (LAST_NORM, 'mtp.norm')
@@ -185,8 +187,5 @@ def products_of(c: Qwen35Config, b: Mapping[str, Tensor],
 
 
 def is_few(c: Qwen35Config, T: int) -> bool:
-    """Return whether the kernels of few rows take a chunk of T tokens.
-
-    In FP8 the library is faster from few tokens on: it multiplies what they would widen.
-    """
-    return T <= FEW and c.precision != 'fp8'
+    """Return whether the kernels of few rows take a chunk of T tokens; in FP8 it is rounded."""
+    return T <= FEW[c.precision] and c.precision != 'fp8'
