@@ -216,6 +216,7 @@ def test_a_captured_chunk_waits_for_copies_that_are_late(monkeypatch):
             assert done.restored.copy_us > 5000.0 and done.chunks_us[0] > done.chunks_us[1]
             spoil(session)
         monkeypatch.undo()
+        session.restore_and_append(store, ID, LONG).result(20)
         session.append(SUFFIX).result(20)  # waits for nothing: all of long ago
         store.close()
 
