@@ -107,8 +107,7 @@ class RowProducts:
     def begin(self, x: Tensor, norm: str) -> Tensor:
         """Return x [M, width] normed by the weight called ``norm``."""
         self._norm = None
-        row_kernels.norm_rows(x, None, self._b[norm], None, self._normed, self._c.eps,
-                              pdl=self._pdl)
+        row_kernels.norm_rows(x, None, self._b[norm], None, self._normed, self._c.eps)
         return self._normed
 
     def finish(self, x: Tensor, mixed: Tensor, at: str, norm: str) -> Tensor:
