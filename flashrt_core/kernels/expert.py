@@ -27,44 +27,52 @@ if TYPE_CHECKING:
 @lazy_jit
 def qkv_rope(a, w, w_scale, cos, sin, q, kv, M, S,  # type: ignore[no-untyped-def]
              HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, K: tl.constexpr,
-             BM: tl.constexpr, BH: tl.constexpr, PDL: tl.constexpr):
+             BM: tl.constexpr, BH: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr):
     """
     Project a [M, K] by w [(heads + 2 * kv_heads) * D, K], rotate q and k, write q and kv.
 
     A program has the columns c and c + D / 2 of one head, so it can rotate them. Token m has the
     tables cos and sin [S, D / 2] of m % S. q [M, heads, D], kv [M, 2, kv_heads, D]. The program's
-    weights are loaded, in two tiles, before the inputs are ready. With w_scale, of each column, a
-    and w are E4M3 and the sums are multiplied by it.
+    weights are loaded before the inputs are ready where they are one tile, else asked into L2.
+    With w_scale, of each column, a and w are E4M3 and the sums are multiplied by it.
     Grid (rows, heads + 2 * kv_heads, D / 2 / BH).
     """
     HALF: tl.constexpr = D // 2
-    BK: tl.constexpr = K // 2
+    LINE: tl.constexpr = 1024 // w.dtype.element_ty.primitive_bitwidth
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     head = tl.program_id(1)
-    column = tl.program_id(2) * BH + tl.arange(0, BH)
-    k = tl.arange(0, BK)
+    begin = tl.program_id(2) * BH
+    j = tl.arange(0, 2 * BH)
+    n = head * D + begin + j % BH + (j // BH) * HALF
+    valid = m[:, None] < M
     if PDL:
         tl.inline_asm_elementwise('griddepcontrol.launch_dependents; // $0', '=r', [],
                                   dtype=tl.int32, is_pure=False, pack=1)
-    weight = w + (head * D + column)[None, :] * K + k[:, None]
-    low1 = tl.load(weight)
-    high1 = tl.load(weight + HALF * K)
-    low2 = tl.load(weight + BK)
-    high2 = tl.load(weight + HALF * K + BK)
-    if PDL:
-        tl.inline_asm_elementwise('griddepcontrol.wait; // $0', '=r', [],
-                                  dtype=tl.int32, is_pure=False, pack=1)
-    valid = m[:, None] < M
-    at = a + m[:, None] * K + k[None, :]
-    x = tl.load(at, mask=valid, other=0.0)
-    low = tl.dot(x, low1)
-    high = tl.dot(x, high1)
-    x = tl.load(at + BK, mask=valid, other=0.0)
-    low = tl.dot(x, low2, low)
-    high = tl.dot(x, high2, high)
+    if BK == K:
+        k = tl.arange(0, K)
+        y = tl.load(w + n[None, :] * K + k[:, None])
+        if PDL:
+            tl.inline_asm_elementwise('griddepcontrol.wait; // $0', '=r', [],
+                                      dtype=tl.int32, is_pure=False, pack=1)
+        x = tl.load(a + m[:, None] * K + k[None, :], mask=valid, other=0.0)
+        both = tl.dot(x, y)
+    else:
+        if PDL:
+            line = n[:, None] * K + tl.arange(0, K // LINE)[None, :] * LINE
+            tl.inline_asm_elementwise('prefetch.global.L2 [$1]; // $0', '=r,l',
+                                      [(w + line).to(tl.int64)], dtype=tl.int32, is_pure=False,
+                                      pack=1)
+            tl.inline_asm_elementwise('griddepcontrol.wait; // $0', '=r', [],
+                                      dtype=tl.int32, is_pure=False, pack=1)
+        both = tl.zeros([BM, 2 * BH], tl.float32)
+        for start in range(0, K, BK):
+            k = start + tl.arange(0, BK)
+            x = tl.load(a + m[:, None] * K + k[None, :], mask=valid, other=0.0)
+            both = tl.dot(x, tl.load(w + n[None, :] * K + k[:, None]), both)
     if w_scale is not None:
-        low *= tl.load(w_scale + head * D + column)[None, :]
-        high *= tl.load(w_scale + head * D + HALF + column)[None, :]
+        both *= tl.load(w_scale + n)[None, :]
+    low, high = tl.split(tl.permute(tl.reshape(both, [BM, 2, BH]), (0, 2, 1)))
+    column = begin + tl.arange(0, BH)
     table = (m % S)[:, None] * HALF + column[None, :]
     turned = valid & (head < HEADS + KV_HEADS)
     c = tl.load(cos + table, mask=turned, other=1.0)
@@ -178,7 +186,7 @@ def flow_step(x, partial, weight, out_w, out_b, actions, in_w, in_b, u, M, S, st
         tl.store(u + i * N + n, hidden / (1.0 + tl.exp(-hidden)))
 
 
-QKV_TILE = (16, 4)  # columns of each half of a head, warps
+QKV_TILE = (16, 128, 4, 4)  # columns of each half of a head, K, warps, stages
 
 
 def project(a: Tensor, w: Weight, cos: Tensor, sin: Tensor, q: Tensor, kv: Tensor,
@@ -190,10 +198,11 @@ def project(a: Tensor, w: Weight, cos: Tensor, sin: Tensor, q: Tensor, kv: Tenso
     """
     rows, heads, D = q.shape
     kv_heads = kv.shape[2]
-    BH, warps = QKV_TILE
+    BH, BK, warps, stages = QKV_TILE
     grid = (-(-rows // 64), heads + 2 * kv_heads, D // 2 // BH)
     qkv_rope[grid](a, *operand(w), cos, sin, q, kv, rows, suffix, HEADS=heads, KV_HEADS=kv_heads,
-                   D=D, K=a.shape[1], BM=64, BH=BH, PDL=pdl, num_warps=warps, launch_pdl=pdl)
+                   D=D, K=a.shape[1], BM=64, BH=BH, BK=min(BK, a.shape[1]), PDL=pdl,
+                   num_warps=warps, num_stages=stages, launch_pdl=pdl)
 
 
 def fold(x: Tensor, partial: Tensor, weight: Tensor, y: Tensor, eps: float,
@@ -278,16 +287,17 @@ def _variants() -> tuple[Variant, ...]:
                   'u': '*fp32', 'M': 'i32', 'S': 'i32', 'steps': 'fp32', 'eps': 'fp32'}
 
     def add(kernel: LazyKernel, types: dict[str, str], archs: tuple[int, ...], warps: int,
-            **values: object) -> None:
+            stages: int = 3, **values: object) -> None:
         found.append(Variant(kernel, types | dict.fromkeys(values, 'constexpr'), values,
-                             num_warps=warps, archs=archs))
+                             num_warps=warps, num_stages=stages, archs=archs))
 
-    heads = {'HEADS': 8, 'KV_HEADS': 1, 'D': 256}
+    BH, BK, warps, stages = QKV_TILE
+    tile = {'HEADS': 8, 'KV_HEADS': 1, 'D': 256, 'K': 1024, 'BM': 64, 'BH': BH, 'BK': BK}
     boards: tuple[tuple[bool, tuple[int, ...]], ...] = ((False, (87,)), (True, (90, 110)))
     for pdl, archs in boards:
-        add(qkv_rope, qkv, archs, 4, **heads, K=1024, BM=64, BH=16, PDL=pdl, w_scale=None)
+        add(qkv_rope, qkv, archs, warps, stages, **tile, PDL=pdl, w_scale=None)
     types = {'a': '*fp8e4nv', 'w': '*fp8e4nv', 'w_scale': '*fp32'}
-    add(qkv_rope, qkv | types, (90, 110), 4, **heads, K=1024, BM=64, BH=16, PDL=True)
+    add(qkv_rope, qkv | types, (90, 110), warps, stages, **tile, PDL=True)
     boards = ((False, (87,)), (True, (90, 110, 121)))
     for pdl, archs in boards:
         add(fold_norm, fold_types, archs, 8, N=1024, SPLITS=8, PDL=pdl, y_scale=None)
