@@ -31,6 +31,9 @@ LENGTH = 96      # tokens of a training sequence
 OTHER_WORDS = ('pink', 'white', 'black', 'brown', 'grey', 'cyan', 'teal', 'gold', 'silver',
                'violet')
 RENAMED_SHARE = 0.5  # of the examples
+# Parts that name blocks by where they lie: rare and mostly in vain as drawn, the hardest to read.
+LOOKED_UP = ('empty', 'loose')
+LOOKED_UP_SHARE = 0.3  # of the examples, at least, have one of them and a plan
 _COLOUR = re.compile(rf'\b(?:{"|".join(COLOURS)})\b')
 
 _tokenizer: ByteTokenizer | None = None
@@ -49,7 +52,7 @@ def train_tokenizer(path: str | Path, seed: int) -> None:
     rng = np.random.default_rng([seed, 0])
     corpus = []
     for _ in range(CORPUS):
-        corpus.append(''.join(renamed(rng, draw_example(rng))))
+        corpus.append(''.join(renamed(rng, draw_lesson(rng))))
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = tokenizers.decoders.ByteLevel()
@@ -59,6 +62,17 @@ def train_tokenizer(path: str | Path, seed: int) -> None:
     made.train_from_iterator(corpus, trainer)
     # One token a line would be thousands of lines; the file is data.
     Path(path).write_text(json.dumps(json.loads(made.to_str())) + '\n', encoding='utf-8')
+
+
+def draw_lesson(rng: np.random.Generator) -> Example:
+    """Return an example that training may show, more often than drawn one with a look-up."""
+    if rng.random() >= LOOKED_UP_SHARE:
+        return draw_example(rng)
+    kind = LOOKED_UP[int(rng.random() * len(LOOKED_UP))]
+    while True:
+        example = draw_example(rng)
+        if example.plan and kind in example.kinds:
+            return example
 
 
 def renamed(rng: np.random.Generator, example: Example) -> tuple[str, str]:
@@ -139,7 +153,7 @@ def batch(tokenizer: ByteTokenizer, size: int, length: int, seed: int,
     found[0] = end
     row = 0
     while row < size:
-        before, answer = encode(tokenizer, *renamed(rng, draw_example(rng)))
+        before, answer = encode(tokenizer, *renamed(rng, draw_lesson(rng)))
         count = len(before) + len(answer)
         if count > length:
             continue
