@@ -11,10 +11,12 @@ from _interpret_fp8 import round_to_nearest
 import torch
 
 from flashrt_core.kernels import _fp8
+from flashrt_core.kernels import expert
 from flashrt_core.kernels import skinny
 from flashrt_core.kernels._launch import close
 from flashrt_core.nn import fp8
 from flashrt_core.nn import GemmaDims
+from flashrt_core.nn import rotate
 from flashrt_core.nn import SiglipDims
 from flashrt_core.policies.pi0 import fast
 from flashrt_core.policies.pi0 import model
@@ -50,9 +52,25 @@ def check_products() -> None:
         assert close(partial.sum(0), a @ w.T, EXACT)
 
 
+def check_heads() -> None:
+    """Both halves of a head are projected and rotated in each of its column tiles."""
+    R, S, D = 2, 9, 64
+    angle = torch.randn(S, D // 2)
+    cos, sin = angle.cos()[:, None], angle.sin()[:, None]
+    for K in (64, 256):  # one tile of K, and two
+        y, w = torch.randn(R * S, K), torch.randn(4 * D, K)
+        q = torch.full((R * S, 2, D), torch.nan)
+        kv = torch.full((R * S, 2, 1, D), torch.nan)
+        expert.project(y, w, angle.cos(), angle.sin(), q, kv, S)
+        full = (y @ w.T).view(R, S, 4, D)
+        assert close(q.view(R, S, 2, D), rotate(full[:, :, :2], cos, sin), EXACT)
+        assert close(kv.view(R, S, 2, D)[:, :, :1], rotate(full[:, :, 2:3], cos, sin), EXACT)
+        assert close(kv.view(R, S, 2, D)[:, :, 1:], full[:, :, 3:], EXACT)
+
+
 def check_forward() -> None:
     """Vision, prefix and denoise equal the plain layers, with masked views and text, two rows."""
-    c, w = CONFIG, weights()
+    c, w = replace(CONFIG, horizon=2, blend_steps=1), weights()
     images = torch.randint(0, 256, (2, 28, 28, 3), dtype=torch.uint8)
     tokens = model.encode_views(images, w, c)
     assert close(fast.encode_views(images, w, c), tokens, GELU)
@@ -124,6 +142,6 @@ def check_fp8() -> None:
 
 if __name__ == '__main__':
     fast.SPLITS = fast.TIME_SPLITS = 1
-    for check in (check_products, check_forward, check_fp8):
+    for check in (check_products, check_heads, check_forward, check_fp8):
         check()
         print(check.__name__, 'passed')

@@ -39,7 +39,7 @@ def test_the_fast_forward_equals_the_plain_layers_in_tritons_interpreter():
         capture_output=True, text=True, timeout=300, check=False,
         env=os.environ | {'PYTHONPATH': str(Path(flashrt_core.__path__[0]).parent)})
     assert child.returncode == 0, child.stderr
-    assert child.stdout.count('passed') == 3
+    assert child.stdout.count('passed') == 4
 
 
 def test_the_cpu_runs_the_plain_layers():
