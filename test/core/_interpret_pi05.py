@@ -50,7 +50,7 @@ def check_kernels() -> None:
 
 def check_denoise() -> None:
     """The expert equals the plain layers, for two rows and with a guide; rows do not mix."""
-    c, w = CONFIG, weights()
+    c, w = replace(CONFIG, horizon=3, blend_steps=1), weights()
     mask = torch.ones(c.prefix_tokens, dtype=torch.bool)
     mask[4:8] = False
     mask[-5:] = False
