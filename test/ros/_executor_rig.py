@@ -19,6 +19,7 @@ from sensor_msgs.msg import Image
 from sensor_msgs.msg import JointState
 from trajectory_msgs.msg import JointTrajectory
 
+from flashrt_ros import executor_control
 from flashrt_ros import executor_node
 from flashrt_ros import qos
 from flashrt_ros import srv
@@ -30,6 +31,7 @@ from flashrt_ros.msg import ExecutorStatus
 from flashrt_ros.msg import Heartbeat
 from flashrt_ros.msg import TickInput
 
+PATIENT_S = 30.0  # a step thread that waits for a core beside other tests has not stalled
 NAMES = ('q1', 'q2', 'q3', 'gripper')
 EMBODIMENT = """
 format: 1
@@ -189,10 +191,15 @@ class Rig:
         self.executor.stop(10.0)
 
 
+def patient() -> Any:
+    """Call nothing a stall that a busy machine brings about."""
+    return mock.patch.object(executor_control, 'STALL_S', PATIENT_S)
+
+
 @contextmanager
 def rig(folder: Path, policy: FakePolicy | None = None, **parameters: Any) -> Iterator[Rig]:
     """A running rig on its own domain."""
-    with ros_graph() as graph:
+    with ros_graph() as graph, patient():
         made = Rig(graph, folder, policy or FakePolicy(), **parameters)
         try:
             yield made

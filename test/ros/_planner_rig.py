@@ -8,6 +8,7 @@ import threading
 from typing import Any
 from unittest import mock
 
+from _executor_rig import patient
 from _executor_rig import Rig
 from _fake_planner import FakePlanner
 from _fake_policy import FakePolicy
@@ -143,7 +144,7 @@ def planner_rig(folder: Path, model: FakePlanner | None = None, *, link: str = '
     :param link: bound, or how subgoals go over ROS: topic, service.
     :param real: an untrained model of the real architecture instead of the fake.
     """
-    with ros_graph() as graph:
+    with ros_graph() as graph, patient():
         robot = Rig(graph, folder, policy or FakePolicy(), **(executor_parameters or {}))
         made = None
         try:

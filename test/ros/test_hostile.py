@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from flashrt_core.capsule import files
+from flashrt_ros import executor_control
 from flashrt_ros import qos
 from flashrt_ros.diagnostics import ERROR
 from flashrt_ros.msg import ExecutorStatus
@@ -20,12 +21,13 @@ from flashrt_ros.srv import SetTask
 from flashrt_ros.tabletop_node import TabletopNode
 
 pytestmark = pytest.mark.ros
+STALL_S = executor_control.STALL_S  # as it is where no rig is patient
 FULL_STEP = 4.0 / 50.0  # max_velocity over control_rate_hz of the rig
 
 
 def test_after_a_stall_of_the_step_thread_commands_start_from_the_measured_pose(
         tmp_path: Path) -> None:
-    with rig(tmp_path) as r:
+    with rig(tmp_path) as r, mock.patch.object(executor_control, 'STALL_S', STALL_S):
         r.run()
         control, arm = r.executor.control, r.arm
         arm.obey = False
