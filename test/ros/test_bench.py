@@ -27,7 +27,7 @@ from flashrt_ros.statistics import Counters
 from flashrt_ros.subgoals import SubgoalSlot
 
 BRINGUP = ['--seconds', '1', '--solo-seconds', '1', '--interrupts', '2']
-ENV = {**os.environ, 'PYTHONPATH': str(SOURCE_ROOT), 'OMP_NUM_THREADS': '2'}
+ENV = {**os.environ, 'PYTHONPATH': str(SOURCE_ROOT)}
 
 
 def _tick(**changes: int) -> dict[str, int]:

@@ -27,7 +27,7 @@ from flashrt_ros.ros_environment import SOURCE_ROOT
 pytest.importorskip('rclpy')
 pytestmark = pytest.mark.ros
 
-ENV = {**os.environ, 'PYTHONPATH': str(SOURCE_ROOT), 'OMP_NUM_THREADS': '2'}
+ENV = {**os.environ, 'PYTHONPATH': str(SOURCE_ROOT)}
 DEMO = [sys.executable, '-m', 'flashrt_ros.demo']
 
 
