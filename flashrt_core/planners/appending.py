@@ -77,15 +77,35 @@ def _launch(session: PlannerSession, name: str, ids: np.ndarray, position: int,
     jobs: list[Job] = []
     for chunk, plan in zip(chunks, session.plans_of(chunks)):
         part = ids[chunk.start - position :][: chunk.length]
-        fill = partial(_fill, session, chunk, part, None if jobs else first)
+        send = partial(_send, session, part)
         land = partial(session.land, chunk.start + chunk.length)
-        jobs.append(Job(plan, fill, land, None if jobs else restore))
+        if jobs or restore is None:
+            fill = partial(_fill, session, chunk, None if jobs else first, send)
+            jobs.append(Job(plan, fill, land))
+        else:
+            fill = partial(_fill, session, chunk, first)
+            jobs.append(Job(plan, fill, land, partial(_restore, send, restore)))
     return session.runner.launch(name, jobs, epoch, partial(_appended, chunks))
 
 
-def _fill(session: PlannerSession, chunk: Chunk, ids: np.ndarray,
-          first: Callable[[], None] | None) -> None:
-    """Write the inputs of one chunk; lane thread."""
+def _restore(send: Callable[[], None], restore: Callable[[], Arrival]) -> Arrival:
+    """Send the inputs ahead of the capsule, so that they need not queue behind its copies."""
+    send()
+    return restore()
+
+
+def _send(session: PlannerSession, ids: np.ndarray) -> None:
+    """Bring the inputs of one chunk to the device, in the order of the lane's stream."""
+    b = session.buffers
+    b['host.tokens'].tensor[: len(ids)].copy_(torch.from_numpy(ids))
+    b['host.control'].tensor[layout.LENGTH] = len(ids)
+    for name in ('tokens', 'control'):
+        b[f'input.{name}'].tensor.copy_(b[f'host.{name}'].tensor, non_blocking=True)
+
+
+def _fill(session: PlannerSession, chunk: Chunk, first: Callable[[], None] | None,
+          send: Callable[[], None] = lambda: None) -> None:
+    """Check where one chunk meets the state, and send its inputs; lane thread."""
     if first is not None:
         first()
     if chunk.start != session.position:
@@ -93,8 +113,7 @@ def _fill(session: PlannerSession, chunk: Chunk, ids: np.ndarray,
             f'a chunk for position {chunk.start} met a state of {session.position} tokens; '
             'restore a capsule or reset'
         )
-    session.buffers['host.tokens'].tensor[: chunk.length].copy_(torch.from_numpy(ids))
-    session.buffers['host.control'].tensor[layout.LENGTH] = chunk.length
+    send()
 
 
 def _appended(chunks: tuple[Chunk, ...], operation: Operation[Any]) -> Appended:

@@ -237,6 +237,7 @@ def prime(buffers: BufferSet, branches: BufferSet | None) -> None:
     buffers['pending'].tensor.fill_(0)
     control = buffers['host.control'].tensor
     control[[layout.LENGTH, layout.LIMIT]] = 1
+    buffers['input.control'].tensor.copy_(control)
     buffers['host.mask'].tensor.fill_(-1)
     buffers['host.parameters'].tensor.copy_(buffers['parameters'].tensor[0])
     if branches is not None:

@@ -157,9 +157,8 @@ def report(b: Views, given: Tensor) -> None:
 
 
 def chunk_body(model: Model, b: Views, key: ShapeKey) -> None:
-    """Take ``length`` tokens into the state; key (tokens, span)."""
+    """Take ``length`` tokens into the state; key (tokens, span). Its inputs were sent before."""
     T, span = (int(size) for size in key)  # type: ignore[call-overload]
-    copy_in(b, 'tokens', 'control')
     length, position = b['input.control'][layout.LENGTH], b['position']
     tokens = b['input.tokens'][:T]
     hidden = model.forward.chunk(model.c, b, tokens, position, length, span,
