@@ -298,8 +298,7 @@ def prefill(c: Qwen35Config, device: torch.device, T: int,
     for end in (end for end in lengths if end >= T):
         kv = random(device, c.kv_dtype, end, 2, c.kv_heads, c.head_dim)
         at, count = torch.tensor([end - T, T], device=device).unbind(0)
-        attend = prefill_attention.PrefillAttention(T, c.heads, c.kv_heads, c.head_dim, device,
-                                                    overlaps(device))
+        attend = prefill_attention.PrefillAttention(T, c.heads, c.kv_heads, c.head_dim, device)
         launch = partial(attend, q, kv, gate, out, at, count)
         yield Case(f'prefill attention {T} at {end}{_keys(c)}', 1, partial(_once, launch),
                    2 * c.kv_dtype.itemsize * end * c.kv_dim + 6 * T * c.q_dim,

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from flashrt_core.kernels._launch import close
 from flashrt_core.kernels._launch import draw
-from flashrt_core.kernels._launch import overlaps
 from flashrt_core.kernels._triton import lazy_jit
 from flashrt_core.kernels._triton import triton_selected
 from flashrt_core.kernels._triton import Variant
@@ -35,7 +34,7 @@ SCAN_WARPS, SCAN_STAGES = 4, 2
 @lazy_jit
 def conv_heads(channels, conv, columns, out, length, token_row,  # type: ignore[no-untyped-def]
                KEYS: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, C: tl.constexpr,
-               EPS: tl.constexpr, PDL: tl.constexpr):
+               EPS: tl.constexpr):
     """
     Convolve, silu, and normalise q and k; carry the columns on; grid (heads, tokens / BT).
 
@@ -43,11 +42,6 @@ def conv_heads(channels, conv, columns, out, length, token_row,  # type: ignore[
     [3, C] precede the first token and become the last three of ``length`` (int64 scalar) tokens.
     out [T, C]; tokens from ``length`` on are not written.
     """
-    if PDL:
-        tl.inline_asm_elementwise('griddepcontrol.launch_dependents; // $0', '=r', [],
-                                  dtype=tl.int32, is_pure=False, pack=1)
-        tl.inline_asm_elementwise('griddepcontrol.wait; // $0', '=r', [],
-                                  dtype=tl.int32, is_pure=False, pack=1)
     head = tl.program_id(0)
     t = tl.program_id(1) * BT + tl.arange(0, BT)
     c = head * D + tl.arange(0, D)
@@ -81,18 +75,13 @@ def conv_heads(channels, conv, columns, out, length, token_row,  # type: ignore[
 @lazy_jit
 def chunk_solve(mixed, a, b, a_log, dt_bias, w_out, u_out, p_out, sum_out, length, token_row,  # type: ignore[no-untyped-def]
                 HV: tl.constexpr, HK: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-                L: tl.constexpr, PDL: tl.constexpr):
+                L: tl.constexpr):
     """
     Solve one chunk of one head; grid (chunks, HV).
 
     mixed [T, q | k | v], from ``conv_heads``; a and b [T, HV], token_row elements apart. Writes
     W [T, HV, DK], U [T, HV, DV], P [T, HV, L] and float32 G [T, HV]. Padding is neutral.
     """
-    if PDL:
-        tl.inline_asm_elementwise('griddepcontrol.launch_dependents; // $0', '=r', [],
-                                  dtype=tl.int32, is_pure=False, pack=1)
-        tl.inline_asm_elementwise('griddepcontrol.wait; // $0', '=r', [],
-                                  dtype=tl.int32, is_pure=False, pack=1)
     C: tl.constexpr = 2 * HK * DK + HV * DV
     head = tl.program_id(1)
     first = tl.program_id(0) * L
@@ -148,18 +137,13 @@ def chunk_solve(mixed, a, b, a_log, dt_bias, w_out, u_out, p_out, sum_out, lengt
 @lazy_jit
 def chunk_scan(mixed, w, u, p, sums, state, out, length,  # type: ignore[no-untyped-def]
                HV: tl.constexpr, HK: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-               L: tl.constexpr, BV: tl.constexpr, PDL: tl.constexpr):
+               L: tl.constexpr, BV: tl.constexpr):
     """
     Carry BV columns of one head's state over all chunks; grid (DV / BV, HV).
 
     state float32 [HV, DK, DV] is read and written; out [T, HV, DV], rows from ``length`` on
     unwritten except within the last chunk.
     """
-    if PDL:
-        tl.inline_asm_elementwise('griddepcontrol.launch_dependents; // $0', '=r', [],
-                                  dtype=tl.int32, is_pure=False, pack=1)
-        tl.inline_asm_elementwise('griddepcontrol.wait; // $0', '=r', [],
-                                  dtype=tl.int32, is_pure=False, pack=1)
     C: tl.constexpr = 2 * HK * DK + HV * DV
     head = tl.program_id(1)
     i = tl.arange(0, L)
@@ -200,10 +184,8 @@ class DeltaChunk:
     """
 
     def __init__(self, tokens: int, value_heads: int, key_heads: int, key_dim: int,
-                 value_dim: int, dtype: torch.dtype, device: torch.device,
-                 pdl: bool = False) -> None:
+                 value_dim: int, dtype: torch.dtype, device: torch.device) -> None:
         T = -(-tokens // CHUNK) * CHUNK
-        self._pdl = pdl
         self._sizes = (tokens, value_heads, key_heads, key_dim, value_dim)
         C = 2 * key_heads * key_dim + value_heads * value_dim
 
@@ -226,19 +208,19 @@ class DeltaChunk:
         out is scratch, valid until the next call.
         """
         T, HV, HK, DK, DV = self._sizes
-        C, pdl = channels.shape[1], self._pdl
+        C = channels.shape[1]
         conv_heads[(C // DK, -(-T // TOKENS))](
             channels, conv, columns, self._mixed, length, channels.stride(0), KEYS=HK, D=DK,
-            BT=TOKENS, C=C, EPS=L2_EPS, PDL=pdl, num_warps=4, launch_pdl=pdl)
+            BT=TOKENS, C=C, EPS=L2_EPS, num_warps=4)
         chunk_solve[(-(-T // CHUNK), HV)](
             self._mixed, a, b, a_log, dt_bias, self._w, self._u, self._p, self._sums, length,
-            a.stride(0), HV=HV, HK=HK, DK=DK, DV=DV, L=CHUNK, PDL=pdl,
-            num_warps=SOLVE_WARPS, num_stages=SOLVE_STAGES, launch_pdl=pdl)
+            a.stride(0), HV=HV, HK=HK, DK=DK, DV=DV, L=CHUNK, num_warps=SOLVE_WARPS,
+            num_stages=SOLVE_STAGES)
         BV = min(SCAN_COLUMNS, DV)
         chunk_scan[(DV // BV, HV)](
             self._mixed, self._w, self._u, self._p, self._sums, state, self._out, length,
-            HV=HV, HK=HK, DK=DK, DV=DV, L=CHUNK, BV=BV, PDL=pdl, num_warps=SCAN_WARPS,
-            num_stages=SCAN_STAGES, launch_pdl=pdl)
+            HV=HV, HK=HK, DK=DK, DV=DV, L=CHUNK, BV=BV, num_warps=SCAN_WARPS,
+            num_stages=SCAN_STAGES)
         return self._out[:T]
 
 
@@ -278,7 +260,7 @@ def check(device: torch.device, dtype: torch.dtype, tokens: tuple[int, int], HV:
     expected, after = step_reference(
         channels[:valid], a[:valid], b[:valid], conv, a_log, bias, columns, state)
     carried = torch.cat([columns, channels[:valid]])[-3:]
-    rule = DeltaChunk(T, HV, HK, D, D, dtype, device, overlaps(device))
+    rule = DeltaChunk(T, HV, HK, D, D, dtype, device)
     length = torch.full((), valid, dtype=torch.int64, device=device)
     out = rule(channels, a, b, conv, a_log, bias, columns, state, length)
     return (close(out[:valid], expected, tolerance) and close(state, after, tolerance)
@@ -294,18 +276,15 @@ def _variants() -> tuple[Variant, ...]:
         'token_row': 'i32'}
     scan = dict.fromkeys('mixed w u p out'.split(), '*bf16') | {
         'sums': '*fp32', 'state': '*fp32', 'length': '*i64'}
-    found = []
-    for pdl, archs in ((False, (87,)), (True, (90, 110, 121))):
-        of_conv = {'KEYS': 16, 'D': 128, 'BT': TOKENS, 'C': 10240, 'EPS': L2_EPS, 'PDL': pdl}
-        of_solve, of_scan = heads | {'PDL': pdl}, heads | {'BV': SCAN_COLUMNS, 'PDL': pdl}
-        found += [
-            Variant(conv_heads, conv | dict.fromkeys(of_conv, 'constexpr'), of_conv, archs=archs),
-            Variant(chunk_solve, solve | dict.fromkeys(of_solve, 'constexpr'), of_solve,
-                    num_warps=SOLVE_WARPS, num_stages=SOLVE_STAGES, archs=archs),
-            Variant(chunk_scan, scan | dict.fromkeys(of_scan, 'constexpr'), of_scan,
-                    num_warps=SCAN_WARPS, num_stages=SCAN_STAGES,
-                    archs=tuple(arch for arch in archs if arch != 121))]
-    return tuple(found)
+    of_conv = {'KEYS': 16, 'D': 128, 'BT': TOKENS, 'C': 10240, 'EPS': L2_EPS}
+    of_scan = {**heads, 'BV': SCAN_COLUMNS}
+    return (
+        Variant(conv_heads, conv | dict.fromkeys(of_conv, 'constexpr'), of_conv),
+        Variant(chunk_solve, solve | dict.fromkeys(heads, 'constexpr'), heads,
+                num_warps=SOLVE_WARPS, num_stages=SOLVE_STAGES),
+        Variant(chunk_scan, scan | dict.fromkeys(of_scan, 'constexpr'), of_scan,
+                num_warps=SCAN_WARPS, num_stages=SCAN_STAGES, archs=(87, 90, 110)),
+    )
 
 
 VARIANTS = _variants()

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 STORED = fp8.E4M3  # Triton's interpreter (3.7) loses a carry on the way to it: 31.4 becomes 16
-BLOCK = 4096  # columns of the gate that a program holds at once
+BLOCK, GATE_WARPS = 32768, 16  # columns of the gate that a program holds at once
 
 
 @lazy_jit
@@ -108,7 +108,7 @@ def gate(gate_up: Tensor, y: Tensor, scale: Tensor) -> None:
     """Launch ``quantise_gate``: gate_up [T, 2 * N] -> y E4M3 [T, N], scale float32 [T]."""
     T, N = y.shape
     quantise_gate[(T,)](gate_up, y, scale, N=N, BLOCK=min(BLOCK, 1 << (N - 1).bit_length()),
-                        num_warps=8)
+                        num_warps=GATE_WARPS)
 
 
 def selected(device: torch.device) -> bool:
@@ -161,7 +161,7 @@ def _variants() -> tuple[Variant, ...]:
                   {'N': 5120, 'BLOCK': 8192, 'ADD': add}, num_warps=8, archs=FP8_ARCHS)
           for add in (False, True)),
         Variant(quantise_gate, {'gate_up': '*bf16'} | rows, {'N': 17408, 'BLOCK': BLOCK},
-                num_warps=8, archs=FP8_ARCHS),
+                num_warps=GATE_WARPS, archs=FP8_ARCHS),
     )
 
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from flashrt_core.kernels._launch import close
 from flashrt_core.kernels._launch import draw
-from flashrt_core.kernels._launch import overlaps
 from flashrt_core.kernels._triton import lazy_jit
 from flashrt_core.kernels._triton import triton_selected
 from flashrt_core.kernels._triton import Variant
@@ -33,7 +32,7 @@ FOLD_WARPS = 4
 @lazy_jit
 def attend_causal(q, kv, gate, out, top_out, norm_out, position, length, T, scale, gate_row,  # type: ignore[no-untyped-def]
                   gate_head, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
-                  BM: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr):
+                  BM: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr):
     """
     Attend the query rows of one key head; grid (row tiles, KV_HEADS, SPLITS), last tokens first.
 
@@ -45,11 +44,6 @@ def attend_causal(q, kv, gate, out, top_out, norm_out, position, length, T, scal
     """
     G: tl.constexpr = HEADS // KV_HEADS
     TOKEN: tl.constexpr = 2 * KV_HEADS * D
-    if PDL:
-        tl.inline_asm_elementwise('griddepcontrol.launch_dependents; // $0', '=r', [],
-                                  dtype=tl.int32, is_pure=False, pack=1)
-        tl.inline_asm_elementwise('griddepcontrol.wait; // $0', '=r', [],
-                                  dtype=tl.int32, is_pure=False, pack=1)
     head = tl.program_id(1)
     split = tl.program_id(2)
     n = tl.load(length).to(tl.int32)
@@ -101,8 +95,7 @@ def attend_causal(q, kv, gate, out, top_out, norm_out, position, length, T, scal
 
 @lazy_jit
 def fold_causal(partial, top_in, norm_in, gate, out, length, gate_row, gate_head,  # type: ignore[no-untyped-def]
-                HEADS: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
-                PDL: tl.constexpr):
+                HEADS: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
     """
     Fold the splits of ``attend_causal`` into out [T, HEADS, D], times sigmoid(gate).
 
@@ -112,11 +105,6 @@ def fold_causal(partial, top_in, norm_in, gate, out, length, gate_row, gate_head
     token = tl.program_id(1)
     d = tl.arange(0, D)
     j = tl.arange(0, BLOCK)
-    if PDL:
-        tl.inline_asm_elementwise('griddepcontrol.launch_dependents; // $0', '=r', [],
-                                  dtype=tl.int32, is_pure=False, pack=1)
-        tl.inline_asm_elementwise('griddepcontrol.wait; // $0', '=r', [],
-                                  dtype=tl.int32, is_pure=False, pack=1)
     valid = token < tl.load(length)
     used = valid & (j < SPLITS)
     row = token.to(tl.int64) * HEADS + head
@@ -149,8 +137,8 @@ class PrefillAttention:
     """
 
     def __init__(self, tokens: int, heads: int, kv_heads: int, head_dim: int,
-                 device: torch.device, pdl: bool = False) -> None:
-        self._tile, self._pdl = tile(device), pdl
+                 device: torch.device) -> None:
+        self._tile = tile(device)
         self._blocks = -(-tokens * (heads // kv_heads) // self._tile[0])
         self.splits = max(1, min(MOST_SPLITS, PROGRAMS // (self._blocks * kv_heads)))
         shape = (tokens, heads, self.splits) if self.splits > 1 else (0,)
@@ -167,19 +155,18 @@ class PrefillAttention:
         scalars on the device. Rows of out from ``length`` on become 0.
         """
         T, heads, D = q.shape
-        kv_heads, pdl, splits = kv.shape[2], self._pdl, self.splits
+        kv_heads, splits = kv.shape[2], self.splits
         BM, BN, warps, stages = self._tile
         attend_causal[(self._blocks, kv_heads, splits)](
             q, kv, gate, self._partial if splits > 1 else out, self._top, self._norm, position,
             length, T, D**-0.5 * LOG2E, gate.stride(0), gate.stride(1), HEADS=heads,
-            KV_HEADS=kv_heads, D=D, BM=BM, BN=BN, SPLITS=splits, PDL=pdl, num_warps=warps,
-            num_stages=stages, launch_pdl=pdl)
+            KV_HEADS=kv_heads, D=D, BM=BM, BN=BN, SPLITS=splits, num_warps=warps,
+            num_stages=stages)
         if splits > 1:
             fold_causal[(heads, T)](
                 self._partial, self._top, self._norm, gate, out, length, gate.stride(0),
                 gate.stride(1), HEADS=heads, D=D, SPLITS=splits,
-                BLOCK=1 << (splits - 1).bit_length(), PDL=pdl, num_warps=FOLD_WARPS,
-                launch_pdl=pdl)
+                BLOCK=1 << (splits - 1).bit_length(), num_warps=FOLD_WARPS)
 
 
 CASES = ((16, 16, 0), (64, 1, 1000), (64, 64, 2100), (256, 200, 300), (1024, 40, 300))
@@ -218,7 +205,7 @@ def check(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, h
     gate = draw(device, dtype, T, heads, 2 * head_dim, seed=2)[:, :, head_dim:]
     out = torch.full_like(q, torch.nan)
     at, count = torch.tensor([position, length], device=device).unbind(0)
-    attend = PrefillAttention(T, heads, kv_heads, head_dim, device, overlaps(device))
+    attend = PrefillAttention(T, heads, kv_heads, head_dim, device)
     attend(q, kv, gate, out, at, count)
     rows = position + torch.arange(length, device=device)
     expected = reference(q[:length], kv, rows, gate[:length])
@@ -233,22 +220,19 @@ def _variants() -> tuple[Variant, ...]:
     types |= sizes | stats
     folds = sizes | {'partial': '*fp32', 'top_in': '*fp32', 'norm_in': '*fp32', 'gate': '*bf16',
                      'out': '*bf16'}
-    boards: tuple[tuple[int, int, int, bool, str, tuple[int, ...]], ...] = (
-        (128, 64, 8, True, '*bf16', (90, 110)), (64, 32, 4, True, '*bf16', (121,)),
-        (64, 32, 4, False, '*bf16', (87,)),
-        (128, 64, 8, True, '*fp8e4nv', (90, 110)), (64, 32, 4, True, '*fp8e4nv', (121,)))
-    for BM, BN, warps, pdl, kind, archs in boards:
+    boards: tuple[tuple[int, int, int, str, tuple[int, ...]], ...] = (
+        (128, 64, 8, '*bf16', (90, 110)), (64, 32, 4, '*bf16', (87, 121)),
+        (128, 64, 8, '*fp8e4nv', (90, 110)), (64, 32, 4, '*fp8e4nv', (121,)))
+    for BM, BN, warps, kind, archs in boards:
         for splits, out in ((1, '*bf16'), (11, '*fp32')):
-            values = {'HEADS': 24, 'KV_HEADS': 4, 'D': 256, 'BM': BM, 'BN': BN, 'SPLITS': splits,
-                      'PDL': pdl}
+            values = {'HEADS': 24, 'KV_HEADS': 4, 'D': 256, 'BM': BM, 'BN': BN, 'SPLITS': splits}
             found.append(Variant(
                 attend_causal,
                 types | {'kv': kind, 'out': out} | dict.fromkeys(values, 'constexpr'), values,
                 num_warps=warps, num_stages=2, archs=archs))
-    for pdl, archs in ((False, (87,)), (True, (90, 110, 121))):
-        values = {'HEADS': 24, 'D': 256, 'SPLITS': 11, 'BLOCK': 16, 'PDL': pdl}
-        found.append(Variant(fold_causal, folds | dict.fromkeys(values, 'constexpr'), values,
-                             num_warps=FOLD_WARPS, archs=archs))
+    values = {'HEADS': 24, 'D': 256, 'SPLITS': 11, 'BLOCK': 16}
+    found.append(Variant(fold_causal, folds | dict.fromkeys(values, 'constexpr'), values,
+                         num_warps=FOLD_WARPS))
     return tuple(found)
 
 

@@ -65,8 +65,7 @@ def prefilled(few=KEY - 1):
 
     Of more than ``few`` tokens the products are the library's, and int4 weights are widened.
     """
-    if PRECISION != 'fp8':  # of which only MTP's pairs go through the products of few rows
-        products.FEW[PRECISION] = few
+    products.FEW = few
     b = {**stored_weights(C), **fresh(C, float('nan'))}
     theirs, mine = copied(b), copied(b)
     tokens = torch.randint(0, C.vocab, (START,), generator=torch.Generator().manual_seed(2))

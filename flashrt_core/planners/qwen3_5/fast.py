@@ -93,12 +93,12 @@ def chunk(c: Qwen35Config, b: Tensors, tokens: Tensor, position: Tensor, length:
     slots = torch.where(at < length, positions, -1)
     cos, sin = rope_tables(positions, b[ROPE])
     x = embed(c, b, tokens)
-    multiply, pdl = products_of(c, b, x), overlaps(x.device)
+    multiply = products_of(c, b, x)
     q = x.new_empty((T, c.heads, c.head_dim))
     attended, mixed = torch.empty_like(q), x.new_empty((T, c.value_heads, c.value_dim))
     rule = delta_chunk.DeltaChunk(T, c.value_heads, c.key_heads, c.key_dim, c.value_dim, x.dtype,
-                                  x.device, pdl)
-    attend = prefill_attention.PrefillAttention(T, c.heads, c.kv_heads, c.head_dim, x.device, pdl)
+                                  x.device)
+    attend = prefill_attention.PrefillAttention(T, c.heads, c.kv_heads, c.head_dim, x.device)
     y = multiply.begin(x, 'layers.0.norm1')
     for i in range(c.layers):
         arrived(i)
@@ -106,7 +106,7 @@ def chunk(c: Qwen35Config, b: Tensors, tokens: Tensor, position: Tensor, length:
         if c.is_full(i):
             proj = multiply(y, f'{w}.qkv')
             token_rows.heads(proj, b[f'{w}.q_norm'], b[f'{w}.k_norm'], cos, sin, slots, q,
-                             b[f'kv.{i}'], c.eps, pdl)
+                             b[f'kv.{i}'], c.eps)
             attend(q, b[f'kv.{i}'], _gate(c, proj), attended, position, length)
             y = multiply.finish(x, attended.view(T, c.q_dim), w, _norm_after(c, i))
         else:
@@ -114,7 +114,7 @@ def chunk(c: Qwen35Config, b: Tensors, tokens: Tensor, position: Tensor, length:
             o = rule(channels, a, beta, b[f'{w}.conv'], b[f'{w}.a_log'], b[f'{w}.dt_bias'],
                      b[f'conv.{i}'], b[f'recurrent.{i}'], length)
             delta_step.norm(o, gate, b[f'{w}.gate_norm'], mixed, length, c.eps,
-                            pdl=pdl, heads=NORM_HEADS_MANY)
+                            heads=NORM_HEADS_MANY)
             y = multiply.finish(x, mixed.view(T, V), w, _norm_after(c, i))
     return y
 
@@ -173,7 +173,7 @@ def mtp_note(c: Qwen35Config, b: Tensors, tokens: Tensor, hidden: Tensor, positi
     x = _mtp_input(c, b, tokens, hidden)
     y = torch.empty_like(x)
     row_kernels.norm_rows(x, None, b['mtp.layer.norm1'], None, y, c.eps)
-    proj = _product(c, y, rows_of(weight(b, 'mtp.layer.qkv'), slice(2 * c.q_dim, None)))
+    proj = _product(y, rows_of(weight(b, 'mtp.layer.qkv'), slice(2 * c.q_dim, None)))
     slots = torch.where(torch.arange(M, device=x.device) < count, positions, -1)
     norm = b['mtp.layer.k_norm']
     token_rows.heads(proj, norm, norm, cos, sin, slots, x.new_empty((M, 0, c.head_dim)),
@@ -256,8 +256,8 @@ def _accept(c: Qwen35Config, memory: Verify, b: Tensors, count: Tensor) -> None:
         delta_step.shift(channels, columns, count, pdl)
 
 
-def _product(c: Qwen35Config, y: Tensor, w: Weight) -> Tensor:
-    if len(y) > FEW[c.precision]:
+def _product(y: Tensor, w: Weight) -> Tensor:
+    if len(y) > FEW:
         return chunk_product(y, w)
     out = y.new_empty((len(y), len(w if isinstance(w, Tensor) else w.data)))
     row_product(y, w, out, overlaps(y.device), alone=False)
@@ -269,7 +269,7 @@ def _mtp_input(c: Qwen35Config, b: Tensors, tokens: Tensor, hidden: Tensor) -> T
     normed = torch.empty_like(parts)
     for part, name in enumerate(('mtp.norm_embed', 'mtp.norm_hidden')):
         row_kernels.norm_rows(parts[part], None, b[name], None, normed[part], c.eps)
-    return _product(c, torch.cat([normed[0], normed[1]], 1), weight(b, 'mtp.fc'))
+    return _product(torch.cat([normed[0], normed[1]], 1), weight(b, 'mtp.fc'))
 
 
 def _gate(c: Qwen35Config, proj: Tensor) -> Tensor:

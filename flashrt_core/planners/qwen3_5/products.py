@@ -15,7 +15,6 @@ from flashrt_core.kernels import row_products
 from flashrt_core.kernels import rows as row_kernels
 from flashrt_core.kernels import token_rows
 from flashrt_core.kernels._launch import overlaps
-from flashrt_core.kernels.row_products import Norm
 from flashrt_core.nn import fp8
 from flashrt_core.nn.fp8 import ChannelWeight
 from flashrt_core.nn.int4 import Int4Weight
@@ -25,12 +24,8 @@ from flashrt_core.planners.qwen3_5.precision import weight
 
 Scaled = tuple[Tensor, Tensor]  # E4M3 [T, K] and float32 [T]
 
-# Rows up to which the kernels of few rows are faster than the library, which multiplies what they
-# widen; of int4 it first needs the weight widened as a whole.
-FEW = {'bf16': 16, 'fp8': 64, 'int4': 64}
-ADDING = ('bf16',)  # precisions whose rows alone are added up by their products
+FEW = 64  # tokens of a chunk up to which its products are bound by the weights' bytes
 LAST_NORM = 'norm'  # what it norms goes into the head, not into a product of the same pass
-LAST_NORMS = (LAST_NORM, 'mtp.norm')
 
 
 def selected(c: Qwen35Config, device: torch.device) -> bool:
@@ -41,22 +36,20 @@ def selected(c: Qwen35Config, device: torch.device) -> bool:
     return c.precision != 'int4' or row_int4.selected(device)
 
 
-def row_product(a: Tensor, w: Weight, out: Tensor, pdl: bool, alone: bool = True,
-                norm: Norm | None = None) -> None:
+def row_product(a: Tensor, w: Weight, out: Tensor, pdl: bool, alone: bool = True) -> None:
     """Launch the product of few rows, see ``row_products.product``."""
     if isinstance(w, Int4Weight):
         row_int4.product(a, w, out, pdl)
     else:
-        row_products.product(a, w, out, pdl, alone, norm)
+        row_products.product(a, w, out, pdl, alone)
 
 
-def row_gated(a: Tensor, w: Weight, out: Tensor, pdl: bool, alone: bool = True,
-              norm: Norm | None = None) -> None:
+def row_gated(a: Tensor, w: Weight, out: Tensor, pdl: bool, alone: bool = True) -> None:
     """Launch the gated product of few rows, see ``row_products.gated``."""
     if isinstance(w, Int4Weight):
         row_int4.gated(a, w, out, pdl)
     else:
-        row_products.gated(a, w, out, pdl, alone, norm)
+        row_products.gated(a, w, out, pdl, alone)
 
 
 def scaled(x: Tensor) -> Scaled:
@@ -82,54 +75,37 @@ class RowProducts:
     """The products of few rows, and what lies between them, in scratch that layers share.
 
     ``alone``: a row's bits are its own; else the rows are those of one chunk, whose weights are
-    read once for all of them. Rows alone are added up by the products themselves, and normed by
-    the product that reads them; else the products leave sums, folded by a kernel that also norms.
+    read once for all of them.
     """
 
     def __init__(self, c: Qwen35Config, b: Mapping[str, Tensor], x: Tensor,
                  alone: bool = True) -> None:
-        M = len(x)
         self._c, self._b, self._pdl, self._alone = c, b, overlaps(x.device), alone
-        self._normed, self._hidden = torch.empty_like(x), x.new_empty((M, c.mlp))
-        self._adds = alone and c.precision in ADDING
-        shape = ((row_products.parts(c.width, c.precision == 'fp8'), M) if self._adds else
-                 (row_products.SPLITS, M, c.width))
-        self._sums = x.new_empty(shape, dtype=torch.float32)
-        self._norm: Norm | None = None
+        self._partial = x.new_empty((row_products.SPLITS, len(x), c.width), dtype=torch.float32)
+        self._normed, self._hidden = torch.empty_like(x), x.new_empty((len(x), c.mlp))
 
     def __call__(self, x: Tensor, name: str) -> Tensor:
-        """Return x [M, K], from ``begin`` or ``finish``, times the weight called ``name``."""
+        """Return x [M, K] times the weight called ``name``, in memory of its own."""
         w = weight(self._b, name)
         out = x.new_empty((len(x), len(w if isinstance(w, Tensor) else w.data)))
-        row_product(x, w, out, self._pdl, self._alone, self._norm)
+        row_product(x, w, out, self._pdl, self._alone)
         return out
 
     def begin(self, x: Tensor, norm: str) -> Tensor:
         """Return x [M, width] normed by the weight called ``norm``."""
-        self._norm = None
         row_kernels.norm_rows(x, None, self._b[norm], None, self._normed, self._c.eps)
         return self._normed
 
     def finish(self, x: Tensor, mixed: Tensor, at: str, norm: str) -> Tensor:
-        """Add out product and gated MLP to x [M, width]; return it normed for what follows.
-
-        That is a product, which then does a part of it, or, behind the last norm of all, the head.
-        """
-        b, y, pdl = self._b, self._normed, self._pdl
-        self._add(x, mixed, f'{at}.out', f'{at}.norm2')
-        row_gated(y, weight(b, f'{at}.gate_up'), self._hidden, pdl, self._alone, self._norm)
-        self._add(x, self._hidden, f'{at}.down', norm)
-        return self.begin(x, norm) if self._adds and norm in LAST_NORMS else y
-
-    def _add(self, x: Tensor, a: Tensor, name: str, norm: str) -> None:
-        w, gain, eps, pdl = weight(self._b, name), self._b[norm], self._c.eps, self._pdl
-        if self._adds:
-            assert not isinstance(w, Int4Weight)
-            row_products.add(a, w, x, gain, self._normed, self._sums, pdl)
-            self._norm = Norm(self._sums, eps)
-        else:
-            row_product(a, w, self._sums, pdl, self._alone)
-            row_products.fold(x, self._sums, gain, self._normed, eps, pdl)
+        """Add out product and gated MLP to x [M, width]; return it normed for what follows."""
+        b, eps, pdl, alone = self._b, self._c.eps, self._pdl, self._alone
+        y, partial = self._normed, self._partial
+        row_product(mixed, weight(b, f'{at}.out'), partial, pdl, alone)
+        row_products.fold(x, partial, b[f'{at}.norm2'], y, eps, pdl)
+        row_gated(y, weight(b, f'{at}.gate_up'), self._hidden, pdl, alone)
+        row_product(self._hidden, weight(b, f'{at}.down'), partial, pdl, alone)
+        row_products.fold(x, partial, b[norm], y, eps, pdl)
+        return y
 
 
 class ChunkProducts:
@@ -186,5 +162,8 @@ def products_of(c: Qwen35Config, b: Mapping[str, Tensor],
 
 
 def is_few(c: Qwen35Config, T: int) -> bool:
-    """Return whether the kernels of few rows take a chunk of T tokens; in FP8 it is rounded."""
-    return T <= FEW[c.precision] and c.precision != 'fp8'
+    """Return whether the kernels of few rows take a chunk of T tokens.
+
+    In FP8 the library is faster from few tokens on: it multiplies what they would widen.
+    """
+    return T <= FEW and c.precision != 'fp8'
