@@ -54,7 +54,8 @@ def cmake_install(build: Path, stage: Path) -> None:
     """Configure, build and install into `stage` against the ROS of this interpreter's prefix."""
     prefix = os.environ.get('AMENT_PREFIX_PATH') or sys.prefix
     path = os.path.join(sys.prefix, 'bin') + os.pathsep + os.environ.get('PATH', os.defpath)
-    env = dict(os.environ, AMENT_PREFIX_PATH=prefix, PATH=path)
+    # The generators print sets: with a fixed seed the same messages give the same sources again.
+    env = dict(os.environ, AMENT_PREFIX_PATH=prefix, PATH=path, PYTHONHASHSEED='0')
     if shutil.which('ccache', path=path):
         env |= {'CMAKE_C_COMPILER_LAUNCHER': 'ccache', 'CMAKE_CXX_COMPILER_LAUNCHER': 'ccache',
                 'CCACHE_BASEDIR': str(HERE), 'CCACHE_NOHASHDIR': '1',

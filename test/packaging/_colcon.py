@@ -20,7 +20,9 @@ def environment() -> dict[str, str]:
         'AMENT_PREFIX_PATH': str(PREFIX), 'CMAKE_PREFIX_PATH': str(PREFIX),
         'PATH': f'{PREFIX / "bin"}{os.pathsep}{env.get("PATH", os.defpath)}',
         'COLCON_LOG_PATH': str(WORKSPACE / 'log'),
-        # Objects are those of the pip build: same flags, and paths of the same depth below ROOT.
+        # Objects are those of the pip build: same sources, same flags, and paths of the same depth
+        # below ROOT.
+        'PYTHONHASHSEED': '0',
         'CMAKE_C_COMPILER_LAUNCHER': 'ccache', 'CMAKE_CXX_COMPILER_LAUNCHER': 'ccache',
         'CCACHE_BASEDIR': str(ROOT), 'CCACHE_NOHASHDIR': '1',
         'CCACHE_DIR': env.get('CCACHE_DIR') or str(ROOT / 'build' / 'ccache'),
