@@ -31,9 +31,9 @@ LENGTH = 96      # tokens of a training sequence
 OTHER_WORDS = ('pink', 'white', 'black', 'brown', 'grey', 'cyan', 'teal', 'gold', 'silver',
                'violet')
 RENAMED_SHARE = 0.5  # of the examples
-# Parts that name blocks by where they lie: rare and mostly in vain as drawn, the hardest to read.
-LOOKED_UP = ('empty', 'loose')
-LOOKED_UP_SHARE = 0.3  # of the examples, at least, have one of them and a plan
+# Kinds of parts that stand for several goals: rare, and mostly in vain, as they are drawn.
+LISTS = ('all', 'except', 'sort', 'empty', 'loose')
+LISTS_SHARE = 0.5  # of the examples begin with one and have a plan
 _COLOUR = re.compile(rf'\b(?:{"|".join(COLOURS)})\b')
 
 _tokenizer: ByteTokenizer | None = None
@@ -65,13 +65,13 @@ def train_tokenizer(path: str | Path, seed: int) -> None:
 
 
 def draw_lesson(rng: np.random.Generator) -> Example:
-    """Return an example that training may show, more often than drawn one with a look-up."""
-    if rng.random() >= LOOKED_UP_SHARE:
+    """Return an example that training may show; every other one begins with one of ``LISTS``."""
+    if rng.random() >= LISTS_SHARE:
         return draw_example(rng)
-    kind = LOOKED_UP[int(rng.random() * len(LOOKED_UP))]
+    kind = LISTS[int(rng.random() * len(LISTS))]
     while True:
-        example = draw_example(rng)
-        if example.plan and kind in example.kinds:
+        example = draw_example(rng, first=kind)
+        if example.plan:
             return example
 
 
