@@ -138,14 +138,10 @@ def attend_split(q, prefix, mask, suffix, partial, top_out, norm_out, P, S, scal
 
 
 @lazy_jit
-def attend_fold(partial, top_in, norm_in, out, out_scale, S, splits,  # type: ignore[no-untyped-def]
+def attend_fold(partial, top_in, norm_in, out, S, splits,  # type: ignore[no-untyped-def]
                 HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
                 SPLITS: tl.constexpr, PDL: tl.constexpr):
-    """
-    Fold the spans of ``attend_split`` into out [R, S, heads, D]; grid (S * G, R * kv_heads).
-
-    With an out_scale [] out is E4M3, over the scale.
-    """
+    """Fold the spans of ``attend_split`` into out [R, S, heads, D]; grid (S * G, R * kv_heads)."""
     G: tl.constexpr = HEADS // KV_HEADS
     i = tl.program_id(0)
     batch = tl.program_id(1) // KV_HEADS
@@ -163,8 +159,6 @@ def attend_fold(partial, top_in, norm_in, out, out_scale, S, splits,  # type: ig
     norm = tl.load(norm_in + at, mask=j < splits, other=0.0)
     weight = tl.exp2(top - tl.max(top, 0)) * norm
     total = tl.sum(part.to(tl.float32) * weight[:, None], 0) * (1.0 / tl.sum(weight, 0))
-    if out_scale is not None:
-        total = tl.clamp(total / tl.load(out_scale), -448.0, 448.0)
     to = ((batch * S + i // G) * HEADS + head * G + i % G) * D
     tl.store(out + to + d, total.to(out.dtype.element_ty))
 
@@ -213,9 +207,9 @@ class FewQueries:
             raise ValueError(f'{suffix} suffix tokens do not fit one span of {SPAN} keys')
 
     def __call__(self, q: Tensor, prefix: Tensor, mask: Tensor, suffix: Tensor,
-                 out: Tensor, scale: Tensor | None = None) -> None:
+                 out: Tensor) -> None:
         """
-        Attend q [R, S, Hq, D] into out of the same shape; with a scale float32 [] as E4M3.
+        Attend q [R, S, Hq, D] into out of the same shape.
 
         prefix [P, 2, Hk, D] and mask bool [P] are read early: an earlier graph must have written
         them. suffix [R, S, 2, Hk, D] may be the output of the kernel before.
@@ -229,7 +223,7 @@ class FewQueries:
             ALONE=self._alone, PDL=self._pdl, num_warps=FEW_WARPS, num_stages=1,
             launch_pdl=self._pdl)
         attend_fold[(lanes, R * kv_heads)](
-            self._partial, self._top, self._norm, out, scale, S, self._splits,
+            self._partial, self._top, self._norm, out, S, self._splits,
             HEADS=heads, KV_HEADS=kv_heads, D=D, SPLITS=1 << (self._splits - 1).bit_length(),
             PDL=self._pdl, num_warps=FOLD_WARPS, launch_pdl=self._pdl)
 
@@ -293,14 +287,12 @@ def _variants() -> tuple[Variant, ...]:
     add(attend_all, whole, 4, 2, (87, 90, 110), **prefix, out_scale=None)
     add(attend_all, whole | quantised, 4, 3, (90, 110), **views)
     add(attend_all, whole | quantised, 4, 2, (90, 110), **prefix)
-    add(attend_fold, fold | quantised, FOLD_WARPS, 3, (90, 110), **heads, SPLITS=16, PDL=True)
     boards: tuple[tuple[bool, tuple[int, ...]], ...] = ((False, (87,)), (True, (90, 110)))
     for pdl, archs in boards:
         for alone in (True, False):
             add(attend_split, split, FEW_WARPS, 1, archs, **heads, BM=64, SPAN=SPAN, ALONE=alone,
                 PDL=pdl)
-        add(attend_fold, fold, FOLD_WARPS, 3, archs, **heads, SPLITS=16, PDL=pdl,
-            out_scale=None)
+        add(attend_fold, fold, FOLD_WARPS, 3, archs, **heads, SPLITS=16, PDL=pdl)
     return tuple(found)
 
 

@@ -10,7 +10,6 @@ from torch.nn import functional as F
 from flashrt_core.kernels._launch import close
 from flashrt_core.kernels._launch import draw
 from flashrt_core.kernels._launch import overlaps
-from flashrt_core.kernels._triton import FP8_ARCHS
 from flashrt_core.kernels._triton import lazy_jit
 from flashrt_core.kernels._triton import LazyKernel
 from flashrt_core.kernels._triton import triton_selected
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @lazy_jit
-def qkv_rope(a, w, w_scale, cos, sin, q, kv, M, S,  # type: ignore[no-untyped-def]
+def qkv_rope(a, w, cos, sin, q, kv, M, S,  # type: ignore[no-untyped-def]
              HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, K: tl.constexpr,
              BM: tl.constexpr, BH: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr):
     """
@@ -34,7 +33,6 @@ def qkv_rope(a, w, w_scale, cos, sin, q, kv, M, S,  # type: ignore[no-untyped-de
     A program has the columns c and c + D / 2 of one head, so it can rotate them. Token m has the
     tables cos and sin [S, D / 2] of m % S. q [M, heads, D], kv [M, 2, kv_heads, D]. The program's
     weights are loaded before the inputs are ready where they are one tile, else asked into L2.
-    With w_scale, of each column, a and w are E4M3 and the sums are multiplied by it.
     Grid (rows, heads + 2 * kv_heads, D / 2 / BH).
     """
     HALF: tl.constexpr = D // 2
@@ -69,8 +67,6 @@ def qkv_rope(a, w, w_scale, cos, sin, q, kv, M, S,  # type: ignore[no-untyped-de
             k = start + tl.arange(0, BK)
             x = tl.load(a + m[:, None] * K + k[None, :], mask=valid, other=0.0)
             both = tl.dot(x, tl.load(w + n[None, :] * K + k[:, None]), both)
-    if w_scale is not None:
-        both *= tl.load(w_scale + n)[None, :]
     low, high = tl.split(tl.permute(tl.reshape(both, [BM, 2, BH]), (0, 2, 1)))
     column = begin + tl.arange(0, BH)
     table = (m % S)[:, None] * HALF + column[None, :]
@@ -90,13 +86,9 @@ def qkv_rope(a, w, w_scale, cos, sin, q, kv, M, S,  # type: ignore[no-untyped-de
 
 
 @lazy_jit
-def fold_norm(x, partial, weight, y, y_scale, M, eps,  # type: ignore[no-untyped-def]
+def fold_norm(x, partial, weight, y, M, eps,  # type: ignore[no-untyped-def]
               N: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr):
-    """
-    Add partial [SPLITS, M, N] to x [M, N] and write y = rms_norm(x, weight); grid (M,).
-
-    With a y_scale [] y is E4M3, over the scale.
-    """
+    """Add partial [SPLITS, M, N] to x [M, N] and write y = rms_norm(x, weight); grid (M,)."""
     row = tl.program_id(0)
     n = tl.arange(0, N)
     j = tl.arange(0, SPLITS)
@@ -112,19 +104,17 @@ def fold_norm(x, partial, weight, y, y_scale, M, eps,  # type: ignore[no-untyped
     total = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(total * total, 0) / N + eps)
     value = total * scale * (1.0 + tl.load(weight + n).to(tl.float32))
-    if y_scale is not None:
-        value = tl.clamp(value / tl.load(y_scale), -448.0, 448.0)
     tl.store(y + row * N + n, value.to(y.dtype.element_ty))
 
 
 @lazy_jit
-def fold_tokens(partial, bias, state, weight, x, y, y_scale, rows, S, eps,  # type: ignore[no-untyped-def]
+def fold_tokens(partial, bias, state, weight, x, y, rows, S, eps,  # type: ignore[no-untyped-def]
                 N: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr):
     """
     Write the tokens x [R * S, N] of a step and y = rms_norm(x, weight); grid (R * S,).
 
     Token 0 of a row is state [N]; the others are the fold of partial [SPLITS, rows, N] plus bias,
-    with rows = R * (S - 1). With a y_scale [] y is E4M3, over the scale.
+    with rows = R * (S - 1).
     """
     row = tl.program_id(0)
     n = tl.arange(0, N)
@@ -143,8 +133,6 @@ def fold_tokens(partial, bias, state, weight, x, y, y_scale, rows, S, eps,  # ty
     total = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(total * total, 0) / N + eps)
     value = total * scale * (1.0 + tl.load(weight + n).to(tl.float32))
-    if y_scale is not None:
-        value = tl.clamp(value / tl.load(y_scale), -448.0, 448.0)
     tl.store(y + row * N + n, value.to(y.dtype.element_ty))
 
 
@@ -191,32 +179,28 @@ QKV_TILE = (16, 128, 4, 4)  # columns of each half of a head, K, warps, stages
 
 def project(a: Tensor, w: Weight, cos: Tensor, sin: Tensor, q: Tensor, kv: Tensor,
             suffix: int, pdl: bool = False) -> None:
-    """
-    Launch ``qkv_rope``: a [M, K] -> q [M, heads, D], kv [M, 2, kv_heads, D].
-
-    A quantised w needs an a that its writer has quantised.
-    """
+    """Launch ``qkv_rope``: a [M, K] -> q [M, heads, D], kv [M, 2, kv_heads, D]."""
     rows, heads, D = q.shape
     kv_heads = kv.shape[2]
     BH, BK, warps, stages = QKV_TILE
     grid = (-(-rows // 64), heads + 2 * kv_heads, D // 2 // BH)
-    qkv_rope[grid](a, *operand(w), cos, sin, q, kv, rows, suffix, HEADS=heads, KV_HEADS=kv_heads,
+    qkv_rope[grid](a, operand(w), cos, sin, q, kv, rows, suffix, HEADS=heads, KV_HEADS=kv_heads,
                    D=D, K=a.shape[1], BM=64, BH=BH, BK=min(BK, a.shape[1]), PDL=pdl,
                    num_warps=warps, num_stages=stages, launch_pdl=pdl)
 
 
 def fold(x: Tensor, partial: Tensor, weight: Tensor, y: Tensor, eps: float,
-         pdl: bool = False, scale: Tensor | None = None) -> None:
-    """Launch ``fold_norm`` over x [M, N]; with a scale float32 [] y is E4M3."""
-    fold_norm[(x.shape[0],)](x, partial, weight, y, scale, x.shape[0], eps, N=x.shape[1],
+         pdl: bool = False) -> None:
+    """Launch ``fold_norm`` over x [M, N]."""
+    fold_norm[(x.shape[0],)](x, partial, weight, y, x.shape[0], eps, N=x.shape[1],
                              SPLITS=partial.shape[0], PDL=pdl, num_warps=8, launch_pdl=pdl)
 
 
 def tokens(partial: Tensor, bias: Tensor, state: Tensor, weight: Tensor, x: Tensor, y: Tensor,
-           suffix: int, eps: float, pdl: bool = False, scale: Tensor | None = None) -> None:
-    """Launch ``fold_tokens`` over x [R * suffix, N]; with a scale float32 [] y is E4M3."""
-    fold_tokens[(x.shape[0],)](partial, bias, state, weight, x, y, scale, partial.shape[1], suffix,
-                               eps, N=x.shape[1], SPLITS=partial.shape[0], PDL=pdl, num_warps=4,
+           suffix: int, eps: float, pdl: bool = False) -> None:
+    """Launch ``fold_tokens`` over x [R * suffix, N]."""
+    fold_tokens[(x.shape[0],)](partial, bias, state, weight, x, y, partial.shape[1], suffix, eps,
+                               N=x.shape[1], SPLITS=partial.shape[0], PDL=pdl, num_warps=4,
                                launch_pdl=pdl)
 
 
@@ -295,18 +279,13 @@ def _variants() -> tuple[Variant, ...]:
     tile = {'HEADS': 8, 'KV_HEADS': 1, 'D': 256, 'K': 1024, 'BM': 64, 'BH': BH, 'BK': BK}
     boards: tuple[tuple[bool, tuple[int, ...]], ...] = ((False, (87,)), (True, (90, 110)))
     for pdl, archs in boards:
-        add(qkv_rope, qkv, archs, warps, stages, **tile, PDL=pdl, w_scale=None)
-    types = {'a': '*fp8e4nv', 'w': '*fp8e4nv', 'w_scale': '*fp32'}
-    add(qkv_rope, qkv | types, (90, 110), warps, stages, **tile, PDL=True)
+        add(qkv_rope, qkv, archs, warps, stages, **tile, PDL=pdl)
     boards = ((False, (87,)), (True, (90, 110, 121)))
     for pdl, archs in boards:
-        add(fold_norm, fold_types, archs, 8, N=1024, SPLITS=8, PDL=pdl, y_scale=None)
-        add(fold_tokens, token_types, archs, 4, N=1024, SPLITS=4, PDL=pdl, y_scale=None)
+        add(fold_norm, fold_types, archs, 8, N=1024, SPLITS=8, PDL=pdl)
+        add(fold_tokens, token_types, archs, 4, N=1024, SPLITS=4, PDL=pdl)
         add(flow_step, step_types, archs, 8, N=1024, A=32, SPLITS=8, READ=True, WRITE=True,
             PDL=pdl)
-    types = {'y': '*fp8e4nv', 'y_scale': '*fp32'}
-    add(fold_norm, fold_types | types, FP8_ARCHS, 8, N=1024, SPLITS=8, PDL=True)
-    add(fold_tokens, token_types | types, FP8_ARCHS, 4, N=1024, SPLITS=4, PDL=True)
     return tuple(found)
 
 

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from flashrt_core.kernels._launch import close
 from flashrt_core.kernels._launch import draw
 from flashrt_core.kernels._launch import overlaps
-from flashrt_core.kernels._triton import FP8_ARCHS
 from flashrt_core.kernels._triton import lazy_jit
 from flashrt_core.kernels._triton import LazyKernel
 from flashrt_core.kernels._triton import triton_selected
@@ -26,12 +25,12 @@ if TYPE_CHECKING:
 
 
 @lazy_jit
-def fold_modulated(x, partial, before, by, y, y_scale, M, eps,  # type: ignore[no-untyped-def]
+def fold_modulated(x, partial, before, by, y, M, eps,  # type: ignore[no-untyped-def]
                    N: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr):
     """
     Add partial [SPLITS, M, N] times the gate of ``before`` to x [M, N]; y = the norm by ``by``.
 
-    With a y_scale [] y is E4M3, over the scale. Grid (M,).
+    Grid (M,).
     """
     row = tl.program_id(0)
     n = tl.arange(0, N)
@@ -52,14 +51,12 @@ def fold_modulated(x, partial, before, by, y, y_scale, M, eps,  # type: ignore[n
     total = total.to(tl.float32)
     root = tl.rsqrt(tl.sum(total * total, 0) / N + eps)
     value = total * root * scale + shift
-    if y_scale is not None:
-        value = tl.clamp(value / tl.load(y_scale), -448.0, 448.0)
     tl.store(y + row * N + n, value.to(y.dtype.element_ty))
 
 
 @lazy_jit
 def step_modulated(x, partial, before, last, first, out_w, out_b,  # type: ignore[no-untyped-def]
-                   actions, in_w, in_b, y, y_scale, M, steps, eps,
+                   actions, in_w, in_b, y, M, steps, eps,
                    N: tl.constexpr, A: tl.constexpr, SPLITS: tl.constexpr,
                    READ: tl.constexpr, WRITE: tl.constexpr, PDL: tl.constexpr):
     """
@@ -67,8 +64,7 @@ def step_modulated(x, partial, before, last, first, out_w, out_b,  # type: ignor
 
     READ: velocity = norm(x + fold(partial) * gate of ``before``, by ``last``) @ out_w [A, N]^T +
     out_b, actions -= velocity / steps. WRITE: x = actions @ in_w [N, A]^T + in_b, y = the norm of
-    x by ``first``. x and y [M, N], actions float32 [M, A]. With a y_scale [] y is E4M3, over the
-    scale.
+    x by ``first``. x and y [M, N], actions float32 [M, A].
     """
     i = tl.program_id(0)
     n = tl.arange(0, N)
@@ -98,31 +94,28 @@ def step_modulated(x, partial, before, last, first, out_w, out_b,  # type: ignor
         token = token.to(tl.float32)
         root = tl.rsqrt(tl.sum(token * token, 0) / N + eps)
         token = token * root * (1.0 + tl.load(first + n)) + tl.load(first + N + n)
-        if y_scale is not None:
-            token = tl.clamp(token / tl.load(y_scale), -448.0, 448.0)
         tl.store(y + i * N + n, token.to(y.dtype.element_ty))
 
 
 def fold(x: Tensor, partial: Tensor, before: Tensor, by: Tensor, y: Tensor, eps: float,
-         pdl: bool = False, scale: Tensor | None = None) -> None:
-    """Launch ``fold_modulated`` over x [M, N]; before and by float32 [3, N]; y E4M3 by a scale."""
-    fold_modulated[(x.shape[0],)](x, partial, before, by, y, scale, x.shape[0], eps, N=x.shape[1],
+         pdl: bool = False) -> None:
+    """Launch ``fold_modulated`` over x [M, N]; before and by float32 [3, N]."""
+    fold_modulated[(x.shape[0],)](x, partial, before, by, y, x.shape[0], eps, N=x.shape[1],
                                   SPLITS=partial.shape[0], PDL=pdl, num_warps=8, launch_pdl=pdl)
 
 
 def step(x: Tensor, partial: Tensor, ended: tuple[Tensor, Tensor], first: Tensor, out_w: Tensor,
          out_b: Tensor, actions: Tensor, in_w: Tensor, in_b: Tensor, y: Tensor, steps: int,
-         eps: float, read: bool, write: bool, pdl: bool = False,
-         scale: Tensor | None = None) -> None:
+         eps: float, read: bool, write: bool, pdl: bool = False) -> None:
     """
     Launch ``step_modulated`` over actions float32 [M, A].
 
     ``ended``: modulations of the ended step's last MLP and last norm; ``first``: of the begun
-    step's first norm, each float32 [3, N]. With a scale float32 [] y is E4M3.
+    step's first norm, each float32 [3, N].
     """
     rows, width = actions.shape
-    step_modulated[(rows,)](x, partial, *ended, first, out_w, out_b, actions, in_w, in_b, y, scale,
-                            rows, float(steps), eps, N=x.shape[1], A=width,
+    step_modulated[(rows,)](x, partial, *ended, first, out_w, out_b, actions, in_w, in_b, y, rows,
+                            float(steps), eps, N=x.shape[1], A=width,
                             SPLITS=partial.shape[0], READ=read, WRITE=write, PDL=pdl,
                             num_warps=8, launch_pdl=pdl)
 
@@ -171,13 +164,9 @@ def _variants() -> tuple[Variant, ...]:
 
     boards: tuple[tuple[bool, tuple[int, ...]], ...] = ((False, (87,)), (True, (90, 110, 121)))
     for pdl, archs in boards:
-        add(fold_modulated, fold_types, archs, N=1024, SPLITS=8, PDL=pdl, y_scale=None)
+        add(fold_modulated, fold_types, archs, N=1024, SPLITS=8, PDL=pdl)
         add(step_modulated, step_types, archs, N=1024, A=32, SPLITS=8, READ=True, WRITE=True,
-            PDL=pdl, y_scale=None)
-    types = {'y': '*fp8e4nv', 'y_scale': '*fp32'}
-    add(fold_modulated, fold_types | types, FP8_ARCHS, N=1024, SPLITS=8, PDL=True)
-    add(step_modulated, step_types | types, FP8_ARCHS, N=1024, A=32, SPLITS=8, READ=True,
-        WRITE=True, PDL=True)
+            PDL=pdl)
     return tuple(found)
 
 

@@ -18,7 +18,6 @@ from flashrt_core.kernels._triton import lazy_jit
 from flashrt_core.kernels._triton import LazyKernel
 from flashrt_core.kernels._triton import triton_selected
 from flashrt_core.kernels._triton import Variant
-from flashrt_core.nn.fp8 import Fp8Weight
 from flashrt_core.nn.fp8 import Weight
 
 if TYPE_CHECKING:
@@ -26,15 +25,11 @@ if TYPE_CHECKING:
 
 
 @lazy_jit
-def matmul_split(a, w, w_scale, partial, M,  # type: ignore[no-untyped-def]
+def matmul_split(a, w, partial, M,  # type: ignore[no-untyped-def]
                  N: tl.constexpr, K: tl.constexpr, SPLITS: tl.constexpr,
                  BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
                  PDL: tl.constexpr):
-    """
-    Write a [M, K] @ w [N, K]^T as partial [SPLITS, M, N]; grid (rows, columns, splits).
-
-    With w_scale [N] a and w are E4M3 and the sums are multiplied by it.
-    """
+    """Write a [M, K] @ w [N, K]^T as partial [SPLITS, M, N]; grid (rows, columns, splits)."""
     SPAN: tl.constexpr = K // SPLITS
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
@@ -60,23 +55,20 @@ def matmul_split(a, w, w_scale, partial, M,  # type: ignore[no-untyped-def]
             x = tl.load(a + m[:, None] * K + k[None, :], mask=m[:, None] < M, other=0.0)
             y = tl.load(w + n[None, :] * K + k[:, None])
             total = tl.dot(x, y, total)
-    if w_scale is not None:
-        total *= tl.load(w_scale + n)[None, :]
     to = partial + (tl.program_id(2) * M + m[:, None]) * N + n[None, :]
     tl.store(to, total, mask=m[:, None] < M)
 
 
 @lazy_jit
-def gate_up_gelu(a, w, w_scale, out, out_scale, M,  # type: ignore[no-untyped-def]
+def gate_up_gelu(a, w, out, M,  # type: ignore[no-untyped-def]
                  N: tl.constexpr, K: tl.constexpr,
                  BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
                  PDL: tl.constexpr):
     """
     Write gelu(a @ gate^T) * (a @ up^T) as out [M, N]; w [2 * N, K] holds gate, then up.
 
-    A program's columns of both are one tile, asked into L2 before the inputs are ready. With
-    w_scale [2 * N] a and w are E4M3 and the sums are multiplied by it, and out is E4M3, over
-    out_scale []. Grid (rows, columns).
+    A program's columns of both are one tile, asked into L2 before the inputs are ready.
+    Grid (rows, columns).
     """
     LINE: tl.constexpr = 1024 // w.dtype.element_ty.primitive_bitwidth
     m = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -97,14 +89,10 @@ def gate_up_gelu(a, w, w_scale, out, out_scale, M,  # type: ignore[no-untyped-de
         k = start + tl.arange(0, BK)
         x = tl.load(a + m[:, None] * K + k[None, :], mask=m[:, None] < M, other=0.0)
         both = tl.dot(x, tl.load(w + n[None, :] * K + k[:, None]), both)
-    if w_scale is not None:
-        both *= tl.load(w_scale + n)[None, :]
     gate, up = tl.split(tl.permute(tl.reshape(both, [BM, 2, BN]), (0, 2, 1)))
     # gelu by tanh, written as x * sigmoid(2 u)
     u = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
     value = gate / (1.0 + tl.exp(-2.0 * u)) * up
-    if out_scale is not None:
-        value = tl.clamp(value / tl.load(out_scale), -448.0, 448.0)
     to = out + m[:, None].to(tl.int64) * N + begin + tl.arange(0, BN)[None, :]
     tl.store(to, value.to(out.dtype.element_ty), mask=m[:, None] < M)
 
@@ -115,15 +103,12 @@ SPLIT_TILE: Tile = (64, 128, 4, 4)
 WHOLE_TILE: Tile = (64, 256, 4, 1)
 FLOAT_TILE: Tile = (64, 64, 4, 3)
 GATED_TILE: Tile = (32, 128, 4, 4)
-FP8_GATED_TILE: Tile = (32, 256, 4, 4)  # as many bytes in flight
 
 
 def split_product(a: Tensor, w: Weight, partial: Tensor, tile: Tile = SPLIT_TILE,
                   pdl: bool = False) -> None:
     """
     Launch ``matmul_split``: a [M, K], w [N, K] -> float32 partial [splits, M, N].
-
-    A quantised w needs an a that its writer has quantised.
 
     :raises ValueError: sizes that the fixed tiles do not divide.
     """
@@ -134,34 +119,27 @@ def split_product(a: Tensor, w: Weight, partial: Tensor, tile: Tile = SPLIT_TILE
     if N % BN or K % (splits * BK):
         raise ValueError(f'a product of {N} x {K} in {splits} splits does not fit tiles')
     grid = (-(-rows // 64), N // BN, splits)
-    matmul_split[grid](a, *operand(w), partial, rows, N=N, K=K, SPLITS=splits, BM=64, BN=BN, BK=BK,
+    matmul_split[grid](a, operand(w), partial, rows, N=N, K=K, SPLITS=splits, BM=64, BN=BN, BK=BK,
                        PDL=pdl, num_warps=warps, num_stages=stages, launch_pdl=pdl)
 
 
-def gated(a: Tensor, w: Weight, out: Tensor, pdl: bool = False,
-          scale: Tensor | None = None) -> None:
-    """
-    Launch ``gate_up_gelu`` for few rows: a [M, K], w [2 * N, K] -> out [M, N].
-
-    A quantised w needs an a that its writer has quantised. With a scale float32 [] out is E4M3.
-    """
+def gated(a: Tensor, w: Weight, out: Tensor, pdl: bool = False) -> None:
+    """Launch ``gate_up_gelu`` for few rows: a [M, K], w [2 * N, K] -> out [M, N]."""
     rows, N = out.shape
     K = a.shape[1]
-    BN, BK, warps, stages = FP8_GATED_TILE if isinstance(w, Fp8Weight) else GATED_TILE
+    BN, BK, warps, stages = GATED_TILE
     BK = min(BK, K)
     if N % BN or K % BK:
         raise ValueError(f'a gated product of {N} x {K} does not fit tiles')
     grid = (-(-rows // 64), N // BN)
-    gate_up_gelu[grid](a, *operand(w), out, scale, rows, N=N, K=K, BM=64, BN=BN, BK=BK, PDL=pdl,
-                       num_warps=warps, num_stages=stages, launch_pdl=pdl)
+    gate_up_gelu[grid](a, operand(w), out, rows, N=N, K=K, BM=64, BN=BN, BK=BK,
+                       PDL=pdl, num_warps=warps, num_stages=stages, launch_pdl=pdl)
 
 
-def operand(w: Weight) -> tuple[Tensor, Tensor | None]:
-    """Return the data [N, K] that a kernel reads, and of a quantised weight the scale of sums."""
-    if isinstance(w, Fp8Weight):
-        return w.data, w.product_scale
-    assert isinstance(w, Tensor), 'a watched weight goes through the plain layers'
-    return w, None
+def operand(w: Weight) -> Tensor:
+    """Return the weight [N, K] that a kernel reads; an expert's is never quantised or watched."""
+    assert isinstance(w, Tensor), 'of quantised and watched weights these kernels know nothing'
+    return w
 
 
 def gated_reference(a: Tensor, w: Tensor) -> Tensor:
@@ -199,7 +177,6 @@ def _variants() -> tuple[Variant, ...]:
     types = {'a': '*bf16', 'w': '*bf16', 'partial': '*fp32', 'M': 'i32'}
     single = types | {'a': '*fp32', 'w': '*fp32'}
     gate = {'a': '*bf16', 'w': '*bf16', 'out': '*bf16', 'M': 'i32'}
-    quantised = {'a': '*fp8e4nv', 'w': '*fp8e4nv', 'w_scale': '*fp32'}
 
     def add(kernel: LazyKernel, types: dict[str, str], archs: tuple[int, ...], tile: Tile,
             **values: object) -> None:
@@ -211,13 +188,8 @@ def _variants() -> tuple[Variant, ...]:
     for pdl, archs in boards:
         for kind, K, splits, tile in ((types, 2048, 8, WHOLE_TILE), (types, 4096, 8, SPLIT_TILE),
                                       (single, 1024, 4, FLOAT_TILE)):
-            add(matmul_split, kind, archs, tile, N=1024, K=K, SPLITS=splits, PDL=pdl, w_scale=None)
-        add(gate_up_gelu, gate, archs, GATED_TILE, N=4096, K=1024, PDL=pdl, w_scale=None,
-            out_scale=None)
-    for K, tile in ((2048, WHOLE_TILE), (4096, SPLIT_TILE)):
-        add(matmul_split, types | quantised, (90, 110), tile, N=1024, K=K, SPLITS=8, PDL=True)
-    add(gate_up_gelu, gate | quantised | {'out': '*fp8e4nv', 'out_scale': '*fp32'}, (90, 110),
-        FP8_GATED_TILE, N=4096, K=1024, PDL=True)
+            add(matmul_split, kind, archs, tile, N=1024, K=K, SPLITS=splits, PDL=pdl)
+        add(gate_up_gelu, gate, archs, GATED_TILE, N=4096, K=1024, PDL=pdl)
     return tuple(found)
 
 

@@ -7,7 +7,7 @@ from triton.runtime import interpreter
 
 from flashrt_core.nn import fp8
 
-FLIPS = 0.05  # of values that lie between two of E4M3 and are rounded to the other one
+FLIPS = 0.03  # of values that lie between two of E4M3 and are rounded to the other one
 _convert = interpreter._convert_float
 
 

@@ -6,12 +6,10 @@ os.environ['TRITON_INTERPRET'] = '1'
 from dataclasses import replace
 
 from _interpret_fp8 import quantised
-from _interpret_fp8 import round_to_nearest
 import torch
 
 from flashrt_core.kernels import modulated
 from flashrt_core.kernels._launch import close
-from flashrt_core.nn import fp8
 from flashrt_core.nn import GemmaDims
 from flashrt_core.policies.pi0 import fast
 from flashrt_core.policies.pi0 import pi05
@@ -77,22 +75,15 @@ def check_denoise() -> None:
 
 
 def check_fp8() -> None:
-    """In FP8 the expert equals the plain layers on the same quantised weights but for flips."""
-    round_to_nearest()
+    """With vision and prefix in FP8 the expert is as without."""
     plain, c = weights(), replace(CONFIG, precision='fp8', scales='none')
     mask = torch.ones(c.prefix_tokens, dtype=torch.bool)
     mask[-5:] = False
     kv = torch.randn(2, c.prefix_tokens, 2, 2, 32)
     noise, state = torch.randn(2, c.horizon, c.action_width), torch.zeros(c.state_width)
-    watched = fp8.Observing(plain, [n for n in products(c) if n.startswith('expert')])
-    exact = pi05.denoise(noise, state, kv, mask, watched, CONFIG)
-    w = quantised(plain, watched.largest())
-    expected = pi05.denoise(noise, state, kv, mask, w, c)
-    mine = pi05_fast.denoise(noise, state, kv, mask, w, c)
-    changed = float((expected - exact).norm() / (exact - noise).norm())
-    assert changed > 0.005, 'FP8 changed nothing'
-    assert close(mine - noise, expected - noise, changed)
-    assert torch.equal(pi05_fast.denoise(noise[1:], state, kv, mask, w, c), mine[1:])
+    w = quantised(plain, dict.fromkeys(products(c), 1.0))
+    assert torch.equal(pi05_fast.denoise(noise, state, kv, mask, w, c),
+                       pi05_fast.denoise(noise, state, kv, mask, plain, CONFIG))
 
 
 if __name__ == '__main__':

@@ -107,12 +107,13 @@ def check_forward() -> None:
 
 
 def check_fp8() -> None:
-    """In FP8 each function equals the plain layers on the same quantised weights but for flips.
+    """In FP8 vision and prefix equal the plain layers on the same quantised weights but for flips.
 
-    The stream is float32, for the interpreter has no products of bfloat16.
+    The expert is as without FP8. The stream is float32, for the interpreter has no products of
+    bfloat16.
     """
     round_to_nearest()
-    assert _fp8._check_rows(CPU) and _fp8._check_folds(CPU)
+    assert _fp8._check_rows(CPU)
     fast.product = lambda *given: fp8.product(*given).float()
     plain, c = weights(), replace(CONFIG, precision='fp8', scales='none')
     images = torch.randint(0, 256, (2, 28, 28, 3), dtype=torch.uint8)
@@ -126,18 +127,15 @@ def check_fp8() -> None:
     watched = fp8.Observing(plain, products(CONFIG))
     tokens = model.encode_views(images, watched, CONFIG)
     model.encode_prefix(tokens, text, mask, kv, watched, CONFIG)
-    exact = model.denoise(noise, state, kv, mask, watched, CONFIG)
-    w = quantised(plain, watched.largest())
+    exact, w = kv.clone(), quantised(plain, watched.largest())
 
     found, expected = fast.encode_views(images, w, c), model.encode_views(images, w, c)
     assert close(found, expected, FLIPS) and not close(expected, tokens, FLIPS)
     fast.encode_prefix(tokens, text, mask, mine, w, c)
     model.encode_prefix(tokens, text, mask, kv, w, c)
-    assert close(mine, kv, FLIPS)
-    found, expected = (f.denoise(noise, state, kv, mask, w, c) for f in (fast, model))
-    assert close(found - noise, expected - noise, FLIPS)
-    assert not close(expected - noise, exact - noise, FLIPS)
-    assert torch.equal(fast.denoise(noise[1:], state, kv, mask, w, c), found[1:])
+    assert close(mine, kv, FLIPS) and not close(kv, exact, FLIPS)
+    assert torch.equal(fast.denoise(noise, state, kv, mask, w, c),
+                       fast.denoise(noise, state, kv, mask, plain, CONFIG))
 
 
 if __name__ == '__main__':

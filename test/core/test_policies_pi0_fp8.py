@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from contextlib import closing
 from dataclasses import replace
+import math
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from flashrt_core.errors import ConfigError
 from flashrt_core.errors import IdentityMismatch
 from flashrt_core.nn import fp8
 from flashrt_core.policies import TickInput
+from flashrt_core.policies.calibration import load_scales
 from flashrt_core.policies.calibration import save_scales
 from flashrt_core.policies.pi0 import Pi0Config
 from flashrt_core.policies.pi0 import Pi0Policy
@@ -34,6 +36,7 @@ from flashrt_core.policies.pi0.config import TINY
 from flashrt_core.policies.pi0.graphs import forward_of
 from flashrt_core.policies.pi0.layout import buffer_specs
 from flashrt_core.policies.pi0.weights import products
+from flashrt_core.policies.pi0.weights import weight_specs
 from flashrt_core.policies.protocol import MemoryNeed
 from flashrt_core.runtime import Backend
 from flashrt_core.runtime import cpu_backend
@@ -89,17 +92,23 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Pi0Config:
     return quantised(replace(SMALL, dtype='bfloat16'), tmp_path_factory.mktemp('scales'))
 
 
-def test_the_large_weights_are_kept_once_in_half_the_bytes_and_the_prefix_stays_bfloat16(
+def test_visions_and_the_prefix_weights_are_kept_once_in_half_the_bytes_the_rest_in_bfloat16(
         small: Pi0Config) -> None:
-    # The tables of so small a model outweigh its matrices: sizes nearer the published ones.
-    wide = replace(TINY, dtype='bfloat16', vocab=16)
+    # The scales of so small a model weigh too much: sizes nearer the published ones.
+    wide = replace(TINY, dtype='bfloat16')
     plain = MemoryNeed.of(buffer_specs(wide), 1).constants
     packed = MemoryNeed.of(buffer_specs(replace(wide, precision='fp8', scales='x')), 1).constants
-    assert packed < 0.62 * plain
+    specs = weight_specs(wide)
+    matrices = sum(2 * math.prod(specs[name].shape) for name in products(wide))
+    assert 0.45 * matrices < plain - packed < 0.5 * matrices
     with bound(cpu_backend(), small) as session:
         names = products(session.config)
-        assert len(names) == 4 * 2 + 1 + 4 * 1 + 1 + 4 * 2
-        assert all(session.buffers[name].tensor.dtype == fp8.E4M3 for name in names)
+        assert len(names) == 4 * 2 + 4 * 1 + 1
+        held = {b.name: b.tensor.dtype for b in session.buffers}
+        assert {name for name, dtype in held.items() if dtype == fp8.E4M3} == set(names)
+        rest = [*(n for n in held if n.startswith('expert.layers.') and 'norm' not in n),
+                'projector.weight']
+        assert len(rest) == 4 * 2 + 1 and all(held[name] == torch.bfloat16 for name in rest)
         assert session.buffers['prefix_kv'].tensor.dtype == torch.bfloat16
 
 
@@ -138,6 +147,15 @@ def test_scales_of_other_weights_are_refused(small: Pi0Config) -> None:
         Pi0Policy().bind(cpu_backend(), replace(small, weight_seed=1))
 
 
+def test_a_file_that_has_scales_of_the_expert_is_refused(
+        small: Pi0Config, tmp_path: Path) -> None:
+    scales = load_scales(small.scales, small.family, products(small))
+    path = tmp_path / 'older.json'
+    save_scales(replace(scales, largest={**scales.largest, 'expert.layers.0.qkv': 1.0}), path)
+    with pytest.raises(ConfigError, match=r"expert\.layers\.0\.qkv'\] \(1\).*calibrate again"):
+        Pi0Policy().bind(cpu_backend(), replace(small, scales=str(path)))
+
+
 def test_a_device_without_fp8_is_told_to_take_bf16(
         small: Pi0Config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fp8, 'selected', lambda device: False)
@@ -150,7 +168,7 @@ def test_a_device_without_fp8_is_told_to_take_bf16(
     ({'precision': 'int8', 'scales': ''}, "precision 'int8' is unknown"),
     ({'scales': ''}, r'needs scales; make the file with python -m .*or set precision: bf16'),
     ({'precision': 'bf16', 'dtype': 'float32'}, 'set dtype: bfloat16'),
-    ({'expert': replace(SMALL.expert, mlp=40)}, '16 divides'),
+    ({'prefix': replace(SMALL.prefix, mlp=40)}, '16 divides'),
 ])
 def test_a_precision_that_cannot_be_is_refused(
         small: Pi0Config, change: dict[str, Any], message: str) -> None:

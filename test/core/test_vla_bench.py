@@ -67,3 +67,7 @@ def test_the_work_of_one_tick_is_what_the_sizes_say():
     assert three.prefix == pytest.approx(3.15e12, rel=0.03)
     assert three.denoise == pytest.approx(0.38e12, rel=0.03)
     assert three.expert_bytes == pytest.approx(6.23e9 + 10 * 15e6, rel=0.01)
+
+
+def test_fp8_leaves_the_bytes_of_the_expert_as_they_are():
+    assert count(replace(PI0, precision='fp8', scales='x')) == count(PI0)

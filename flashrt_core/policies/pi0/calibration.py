@@ -20,7 +20,6 @@ from flashrt_core.policies.pi0 import pi05
 from flashrt_core.policies.pi0.bind import make_buffers
 from flashrt_core.policies.pi0.bind import state_text_of
 from flashrt_core.policies.pi0.config import load_config
-from flashrt_core.policies.pi0.graphs import denoise_body
 from flashrt_core.policies.pi0.graphs import prefix_body
 from flashrt_core.policies.pi0.graphs import vision_body
 from flashrt_core.policies.pi0.inputs import check_input
@@ -45,8 +44,7 @@ def calibrate(
     """Run the plain layers on each observation and return the scales that FP8 needs.
 
     :param config: as for ``Pi0Policy.bind``; the plain layers are run.
-    :param observations: real ones, every view in each, see ``calibration.check_frames``. Each
-        draws noise of its own, so the expert is seen along whole flows.
+    :param observations: real ones, every view in each, see ``calibration.check_frames``.
     :param done: told how many have run.
     :raises ConfigError: frames that show nothing, or a config or weights that do not fit.
     :raises ObservationError: an image or a state that the policy would not take.
@@ -73,7 +71,7 @@ def calibrate(
     watched = Observing({b.name: b.tensor for b in buffers}, products(c))
     for count, observation in enumerate(observations, start=1):
         write_input(observation, 1, buffers, c, state_text)
-        for body in (vision_body, prefix_body, denoise_body):
+        for body in (vision_body, prefix_body):
             body(c, plain, watched, (len(c.views), 1))
         backend.synchronize()
         done(count)

@@ -61,8 +61,9 @@ class Pi0Config:
     ``statistics_file``: of openpi or LeRobot; empty = found beside the weights. Not looked for
     where ``statistics`` are given or the weights are random.
     ``normalisation``: see policies/normalise.py; empty = the checkpoint's, else the family's.
-    ``precision`` of the large products: 'fp8' stores their weights as E4M3 and needs ``scales``,
-    the file that ``python -m flashrt_core.policies.calibrate`` makes; empty = that of ``dtype``.
+    ``precision`` of vision's and the prefix' products: 'fp8' stores their weights as E4M3 and
+    needs ``scales``, the file that ``python -m flashrt_core.policies.calibrate`` makes; empty =
+    that of ``dtype``, in which the expert always is.
     ``time_dtype``: 'float64' embeds flow time as openpi does, 'float32' as transformers does.
     ``cpu_threads``: of torch on the cpu backend, 0 leaves torch's own choice.
     ``seed``: of a fresh session. ``units``: of each action. ``tokenizer``: 'words' or the path of
@@ -123,7 +124,7 @@ class Pi0Config:
 
     @property
     def quantised(self) -> bool:
-        """Whether the large products are in FP8."""
+        """Whether vision's and the prefix' products are in FP8."""
         return self.precision == 'fp8'
 
     @property
@@ -329,9 +330,8 @@ def check(c: Pi0Config) -> None:
 
 def product_sizes(c: Pi0Config) -> set[int]:
     """Return the numbers of inputs and outputs of the products that FP8 takes."""
-    v = c.vision
-    gemma = [n for d in (c.prefix, c.expert) for n in (d.width, d.q_dim, d.qkv_dim, d.mlp)]
-    return {v.width, v.mlp, 2 * c.prefix.kv_dim, *gemma}
+    v, p = c.vision, c.prefix
+    return {v.width, v.mlp, p.width, p.q_dim, p.qkv_dim, p.mlp, 2 * p.kv_dim}
 
 
 PI0 = Pi0Config(

@@ -2,7 +2,8 @@
 
 Few rows make the expert bound by its weights' bytes and by the number of dependent kernels: its
 layers take eight small kernels, each launched while the one before still runs.
-Vision and prefix are bound by arithmetic: cuBLAS, and one row-wise kernel between two products.
+Vision and prefix are bound by arithmetic: cuBLAS, and one row-wise kernel between two products;
+they alone are in FP8 where the config says so.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def fits(c: Pi0Config) -> bool:
         c.dtype == 'bfloat16'
         and d.width in (512, 1024)
         and D in (64, 128, 256)
-        and d.q_dim % ((32 if c.quantised else 16) * SPLITS) == 0
+        and d.q_dim % (16 * SPLITS) == 0
         and d.mlp % (128 * SPLITS) == 0
         and c.action_width & (c.action_width - 1) == 0
         and c.horizon < attention.SPAN
@@ -86,13 +87,13 @@ def encode_views(images: Tensor, w: Mapping[str, Tensor], c: Pi0Config) -> Tenso
                        scale_of(layer.fc1_weight))
         hidden = product_gelu(y.view(V * T, -1), layer, ones)
         z = product(hidden, layer.fc2_weight, layer.fc2_bias, ones).view_as(x)
-    rows.norm_rows(x, z, w['vision.norm.weight'], w['vision.norm.bias'], y, d.eps,
-                   scale_of(w['projector.weight']))
-    return product(y, w['projector.weight'], w['projector.bias'], ones).flatten(0, 1)
+    normed = torch.empty_like(x)
+    rows.norm_rows(x, z, w['vision.norm.weight'], w['vision.norm.bias'], normed, d.eps)
+    return F.linear(normed, w['projector.weight'], w['projector.bias']).flatten(0, 1)
 
 
 def input_type(c: Pi0Config) -> torch.dtype:
-    """Return the dtype in which the kernels write the inputs of the large products."""
+    """Return the dtype in which vision's and the prefix' kernels write the inputs of products."""
     return E4M3 if c.quantised else c.torch_dtype
 
 
@@ -177,7 +178,7 @@ class SuffixAttention:
             expert.project(per_row[part].flatten(0, 1), w.qkv, prefix.cos, prefix.sin,
                            q.flatten(0, 1), suffix.flatten(0, 1), self._tokens, self._pdl)
         for prefix, q, suffix, part, attend in self._parts:
-            attend(q, prefix.kv[layer], prefix.mask, suffix, out[part], scale_of(w.out))
+            attend(q, prefix.kv[layer], prefix.mask, suffix, out[part])
 
 
 def denoise(
@@ -212,11 +213,11 @@ def denoise(
     u = noise.new_empty((R * H, N))
     times = noise.new_empty((TIME_SPLITS, R * H, N))
     x = noise.new_empty((M, N), dtype=dtype)
-    y = torch.empty_like(x, dtype=input_type(c))
+    y = torch.empty_like(x)
     q = noise.new_empty((R, S, d.heads, d.head_dim), dtype=dtype)
     suffix = noise.new_empty((R, S, 2, d.kv_heads, d.head_dim), dtype=dtype)
-    attended = torch.empty_like(q, dtype=input_type(c))
-    hidden = noise.new_empty((M, d.mlp), dtype=input_type(c))
+    attended = torch.empty_like(q)
+    hidden = noise.new_empty((M, d.mlp), dtype=dtype)
     partial = noise.new_empty((SPLITS, M, N))
     attend = SuffixAttention(prefixes_of(kv, mask, free, S, w), q, suffix, pdl, alone=True)
 
@@ -237,18 +238,17 @@ def denoise(
             guided_update(at - 1)
         step(at, read=guide is None and at > 0, write=True)
         skinny.split_product(u, w['time_mlp_out.weight'], times, skinny.FLOAT_TILE, pdl)
-        expert.tokens(times, w['time_mlp_out.bias'], token, layers[0].norm1, x, y, S, d.eps, pdl,
-                      scale_of(layers[0].qkv))
+        expert.tokens(times, w['time_mlp_out.bias'], token, layers[0].norm1, x, y, S, d.eps, pdl)
         for i, layer in enumerate(layers):
             attend(i, y, layer, attended)
             skinny.split_product(
                 attended.view(M, -1), layer.out, partial, skinny.WHOLE_TILE, pdl)
-            expert.fold(x, partial, layer.norm2, y, d.eps, pdl, scale_of(layer.gate_up))
-            skinny.gated(y, layer.gate_up, hidden, pdl, scale_of(layer.down))
+            expert.fold(x, partial, layer.norm2, y, d.eps, pdl)
+            skinny.gated(y, layer.gate_up, hidden, pdl)
             skinny.split_product(hidden, layer.down, partial, skinny.SPLIT_TILE, pdl)
             if i + 1 < d.layers:
                 after = layers[i + 1]
-                expert.fold(x, partial, after.norm1, y, d.eps, pdl, scale_of(after.qkv))
+                expert.fold(x, partial, after.norm1, y, d.eps, pdl)
     if guide is not None:
         guided_update(c.flow_steps - 1)
     else:

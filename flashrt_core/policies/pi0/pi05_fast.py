@@ -16,7 +16,6 @@ from flashrt_core.kernels import modulated
 from flashrt_core.kernels import skinny
 from flashrt_core.kernels._launch import overlaps
 from flashrt_core.nn import modulated_layer
-from flashrt_core.nn.fp8 import scale_of
 from flashrt_core.policies.pi0 import fast
 from flashrt_core.policies.pi0.config import Pi0Config
 from flashrt_core.policies.pi0.fast import encode_prefix
@@ -53,11 +52,11 @@ def denoise(
 
     actions = noise.reshape(M, A).clone()
     x = noise.new_empty((M, N), dtype=dtype)
-    y = torch.empty_like(x, dtype=fast.input_type(c))
+    y = torch.empty_like(x)
     q = noise.new_empty((R, H, d.heads, d.head_dim), dtype=dtype)
     suffix = noise.new_empty((R, H, 2, d.kv_heads, d.head_dim), dtype=dtype)
-    attended = torch.empty_like(q, dtype=fast.input_type(c))
-    hidden = noise.new_empty((M, d.mlp), dtype=fast.input_type(c))
+    attended = torch.empty_like(q)
+    hidden = noise.new_empty((M, d.mlp), dtype=dtype)
     partial = noise.new_empty((fast.SPLITS, M, N))
     attend = fast.SuffixAttention(prefixes_of(kv, mask, free, H, w), q, suffix, pdl, alone=False)
 
@@ -65,7 +64,7 @@ def denoise(
         modulated.step(x, partial, (table[ended, 2 * L - 1], table[ended, 2 * L]), table[begun, 0],
                        w['action_out.weight'], w['action_out.bias'], actions,
                        w['action_in.weight'], w['action_in.bias'], y, c.flow_steps, d.eps, read,
-                       write, pdl, scale_of(layers[0].qkv))
+                       write, pdl)
 
     def guided_update(at: int) -> None:
         before = actions.clone()
@@ -84,12 +83,11 @@ def denoise(
             attend(i, y, layer, attended)
             skinny.split_product(
                 attended.view(M, -1), layer.out, partial, skinny.WHOLE_TILE, pdl)
-            modulated.fold(x, partial, first, second, y, d.eps, pdl, scale_of(layer.gate_up))
-            skinny.gated(y, layer.gate_up, hidden, pdl, scale_of(layer.down))
+            modulated.fold(x, partial, first, second, y, d.eps, pdl)
+            skinny.gated(y, layer.gate_up, hidden, pdl)
             skinny.split_product(hidden, layer.down, partial, skinny.SPLIT_TILE, pdl)
             if i + 1 < L:
-                modulated.fold(x, partial, second, table[at, 2 * i + 2], y, d.eps, pdl,
-                               scale_of(layers[i + 1].qkv))
+                modulated.fold(x, partial, second, table[at, 2 * i + 2], y, d.eps, pdl)
     last = c.flow_steps - 1
     if guide is not None:
         guided_update(last)
