@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+import shutil
 import subprocess
 import sys
 
@@ -44,6 +45,8 @@ def build(name: str, symlink: bool) -> Path:
     install = WORKSPACE / f'install_{name}'
     options = ['--symlink-install'] if symlink else []
     build_base = ROOT / 'build' / 'colcon_build'
+    # One form keeps the generated Python here as a folder, the other as a link in its place.
+    shutil.rmtree(build_base / 'flashrt_ros' / 'ament_cmake_python', ignore_errors=True)
     done = subprocess.run(
         ['colcon', 'build', '--base-paths', 'src', '--install-base', str(install),
          '--build-base', str(build_base), *options,
