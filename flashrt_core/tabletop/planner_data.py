@@ -7,7 +7,6 @@ from concurrent.futures import Future
 import json
 import os
 from pathlib import Path
-import re
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +17,6 @@ from flashrt_core.planners.vocabularies import json_tokenizer
 from flashrt_core.tabletop.instructions import draw_example
 from flashrt_core.tabletop.instructions import Example
 from flashrt_core.tabletop.instructions import prompt
-from flashrt_core.tabletop.state import COLOURS
 from flashrt_core.tabletop.training import Recipe
 from flashrt_core.tabletop.workers import make_pool
 
@@ -27,14 +25,6 @@ VOCAB = 384
 CORPUS = 20_000  # examples that the tokenizer is made from
 IGNORED = -100   # label of a token that is not learnt
 LENGTH = 96      # tokens of a training sequence
-# Colours that no table has: words to learn copying from, so that pairs are not learnt by heart.
-OTHER_WORDS = ('pink', 'white', 'black', 'brown', 'grey', 'cyan', 'teal', 'gold', 'silver',
-               'violet')
-RENAMED_SHARE = 0.5  # of the examples
-# Kinds of parts that stand for several goals: rare, and mostly in vain, as they are drawn.
-LISTS = ('all', 'except', 'sort', 'empty', 'loose')
-LISTS_SHARE = 0.5  # of the examples begin with one and have a plan
-_COLOUR = re.compile(rf'\b(?:{"|".join(COLOURS)})\b')
 
 _tokenizer: ByteTokenizer | None = None
 
@@ -52,7 +42,8 @@ def train_tokenizer(path: str | Path, seed: int) -> None:
     rng = np.random.default_rng([seed, 0])
     corpus = []
     for _ in range(CORPUS):
-        corpus.append(''.join(renamed(rng, draw_lesson(rng))))
+        example = draw_example(rng)
+        corpus.append(prompt(example.scene, example.instruction) + example.answer)
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = tokenizers.decoders.ByteLevel()
@@ -64,40 +55,10 @@ def train_tokenizer(path: str | Path, seed: int) -> None:
     Path(path).write_text(json.dumps(json.loads(made.to_str())) + '\n', encoding='utf-8')
 
 
-def draw_lesson(rng: np.random.Generator) -> Example:
-    """Return an example that training may show; every other one begins with one of ``LISTS``."""
-    if rng.random() >= LISTS_SHARE:
-        return draw_example(rng)
-    kind = LISTS[int(rng.random() * len(LISTS))]
-    while True:
-        example = draw_example(rng, first=kind)
-        if example.plan:
-            return example
-
-
-def renamed(rng: np.random.Generator, example: Example) -> tuple[str, str]:
-    """
-    Return prompt and answer, in every other example with some colours called other words.
-
-    Training holds out pairs of colours, and a planner that knows six colours learns by heart which
-    of the 36 pairs there are. No pair that is held out comes up by it: a colour keeps its name or
-    gets one of ``OTHER_WORDS``.
-    """
-    words = dict(zip(COLOURS, COLOURS))
-    if rng.random() < RENAMED_SHARE:
-        others = [OTHER_WORDS[i] for i in np.argsort(rng.random(len(OTHER_WORDS)), kind='stable')]
-        drawn = rng.random(len(COLOURS)) < 0.5
-        words |= {c: other for c, other, given in zip(COLOURS, others, drawn) if given}
-
-    def call(text: str) -> str:
-        return _COLOUR.sub(lambda found: words[found[0]], text)
-
-    return call(prompt(example.scene, example.instruction)), call(example.answer)
-
-
-def encode(tokenizer: ByteTokenizer, question: str, answer: str) -> tuple[list[int], list[int]]:
+def encode(tokenizer: ByteTokenizer, example: Example) -> tuple[list[int], list[int]]:
     """Return the tokens of prompt and answer, the answer's ended by END."""
-    return tokenizer.encode(question), [*tokenizer.encode(answer), tokenizer.special[END]]
+    before = tokenizer.encode(prompt(example.scene, example.instruction))
+    return before, [*tokenizer.encode(example.answer), tokenizer.special[END]]
 
 
 class Batches:
@@ -153,7 +114,7 @@ def batch(tokenizer: ByteTokenizer, size: int, length: int, seed: int,
     found[0] = end
     row = 0
     while row < size:
-        before, answer = encode(tokenizer, *renamed(rng, draw_lesson(rng)))
+        before, answer = encode(tokenizer, draw_example(rng))
         count = len(before) + len(answer)
         if count > length:
             continue
