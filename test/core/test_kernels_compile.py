@@ -39,6 +39,26 @@ def variants() -> list[tuple[_triton.Variant, int]]:
     return found
 
 
+def chosen(stress: float) -> list[tuple[_triton.Variant, int]]:
+    """Every variant for its board of least shared memory, every kernel for every board it has;
+    in the full stress run every variant for every board.
+    """
+    every, seen, found = variants(), set(), []
+    for variant, arch in every:
+        boards = [other for held, other in every if held is variant]
+        key = variant.kernel.name, arch
+        if stress >= 1 or arch == min(boards, key=SHARED_LIMIT.__getitem__) or key not in seen:
+            found.append((variant, arch))
+        seen.add(key)
+    return found
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if 'variant' in metafunc.fixturenames:
+        metafunc.parametrize('variant, arch', chosen(metafunc.config.getoption('--stress')),
+                             ids=label)
+
+
 def label(value: object) -> str:
     if isinstance(value, _triton.Variant):
         return f'{value.kernel.fn.__name__}-{"-".join(map(str, value.constants.values()))}'
@@ -59,7 +79,14 @@ def test_no_kernel_escapes_the_registry():
             assert path.parent == DIRECTORY, f'{path} holds a kernel outside kernels/'
 
 
-@pytest.mark.parametrize('variant, arch', variants(), ids=label)
+def test_a_short_run_leaves_out_no_kernel_no_variant_and_no_board():
+    every, some = variants(), chosen(0.1)
+    assert len(some) < len(every) == len(chosen(1))
+    assert {id(v) for v, _ in some} == {id(v) for v, _ in every}
+    assert ({(v.kernel.name, arch) for v, arch in some}
+            == {(v.kernel.name, arch) for v, arch in every})
+
+
 def test_it_compiles_to_a_cubin_within_shared_memory(variant, arch, tmp_path, monkeypatch):
     # The assembler of Triton 3.6 and older does not know sm_110a.
     triton = triton_from(3, 7) if arch == 110 else triton_from(3, 6)
