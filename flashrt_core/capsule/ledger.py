@@ -193,13 +193,21 @@ class Ledger:
         return capsule
 
     def remove(self, capsule: Capsule, reason: str) -> None:
-        """Take a capsule off the list and remember why."""
+        """Take a capsule off the list and remember why; a newer one of its name stays."""
         with self.lock:
             capsule.dropped = True
-            self._capsules.pop(capsule.key, None)
+            if self._capsules.get(capsule.key) is not capsule:
+                return
+            del self._capsules[capsule.key]
             self._gone[capsule.key] = reason
             while len(self._gone) > GONE_LIMIT:
                 self._gone.popitem(last=False)
+
+    def take_file(self, capsule: Capsule) -> bool:
+        """Say whether the caller is the one to delete a capsule's file; it is told once."""
+        with self.lock:
+            taken, capsule.on_disk = capsule.on_disk, False
+            return taken
 
     def find(self, session: str, capsule_id: str) -> Capsule:
         """The capsule of that name.

@@ -150,13 +150,23 @@ class Tiers:
         capsule.spill = False
 
     def drop(self, capsule: Capsule) -> None:
-        """Delete a capsule and its file; if the file cannot be deleted, it stays as it is."""
-        if capsule.on_disk:
-            self.writable_disk().drop(capsule.key)
-            capsule.on_disk = False
+        """Delete a capsule and its file; if the file cannot be deleted, it stays as it is.
+
+        Two calls may drop the same capsule while a third makes another one of its name: a file is
+        deleted by the one that took it, and while its capsule is listed or the name is free.
+        """
+        self._delete_file(capsule)
         self.forget(capsule, 'it was dropped on request')
-        if capsule.on_disk:  # a save ended in between
+        self._delete_file(capsule)  # a save ended in between
+
+    def _delete_file(self, capsule: Capsule) -> None:
+        if not self.ledger.take_file(capsule):
+            return
+        try:
             self.writable_disk().drop(capsule.key)
+        except BaseException:
+            capsule.on_disk = True
+            raise
 
     def room(self, arena: Arena, nbytes: int, why: str, evict: bool = True) -> Place | None:
         """Pages for `nbytes`, others leaving by least recent use where needed.
@@ -380,9 +390,9 @@ class Tiers:
                 capsule.on_disk = True
                 capsule.header = replace(capsule.header, digests=written.result().header.digests)
             self.release(capsule)
-        if capsule.dropped and error is None and self.disk is not None:
+        if capsule.dropped and error is None:
             try:
-                self.disk.drop(capsule.key)
+                self._delete_file(capsule)
             except CapsuleError as refused:
                 error = refused
         if error is not None:

@@ -224,6 +224,32 @@ def test_a_capsule_in_use_is_no_room_for_another() -> None:
     store.snapshot(session.boundary, 'b')
 
 
+@pytest.mark.parametrize('tier', ['gpu', 'host', 'disk'])
+def test_a_second_drop_that_comes_late_leaves_the_next_capsule_of_that_name_alone(
+        tmp_path: Any, tier: str) -> None:
+    backend = cpu_backend()
+    session = Session(backend)
+    store = small_store(backend, disk_bytes=8 * MIB, directory=tmp_path, allow_disk=True)
+
+    def keep() -> None:
+        store.snapshot(session.boundary, 'a', tier=tier)
+        if tier == 'disk':
+            store.saved('a').result(30)
+
+    keep()
+    found_by_two = store._ledger.find('', 'a')
+    store.drop('a')
+    keep()
+    store._tiers.drop(found_by_two)
+    assert store.get('a').tier == tier
+    store.move('a', 'host')
+    store.restore(session.boundary, 'a', proof='digest')
+    store.drop('a')
+    assert not list(tmp_path.glob('*.capsule'))
+    assert all(store.usage()[each].used_bytes == 0 for each in ('gpu', 'host', 'disk'))
+    store.close()
+
+
 def test_threads_of_one_store_never_mix_contents_or_leak_a_page(
         tmp_path: Any, stress: Callable[[int], int]) -> None:
     """A lane thread snapshots and restores while others drop, move, pin, list and read."""

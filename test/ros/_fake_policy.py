@@ -56,6 +56,7 @@ class Switches:
     nan: bool = False
     offset: float = 0.0  # added to every target
     error: Exception | None = None  # raised by the next ticks
+    error_once: bool = False  # raised by one tick only: a second in a row latches
     lost: bool = False  # the lane reports a lost device
     bind_error: Exception | None = None
     bind_gate: threading.Event | None = None  # bind waits for it
@@ -200,7 +201,8 @@ class FakeSession:
                 s.waiting += 1
                 gate.wait(30)
             if name == 'think' and s.error is not None:
-                raise s.error
+                error, s.error = s.error, None if s.error_once else s.error
+                raise error
             if name == 'act':
                 self._act(key[0])
 

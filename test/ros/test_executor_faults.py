@@ -62,11 +62,11 @@ def test_targets_beyond_the_limits_are_clamped_or_refused(tmp_path: Path) -> Non
 def test_a_failing_tick_holds_and_the_next_good_one_goes_on(tmp_path: Path) -> None:
     with rig(tmp_path) as r:
         r.run()
+        r.policy.switches.error_once = True
         r.policy.switches.error = RuntimeError('a kernel said no')
         event = r.until_event('fault', 'RuntimeError')
         assert 'a kernel said no' in event.detail
         r.until_event('hold', 'fault')
-        r.policy.switches.error = None
         r.until_phase('ticking')
         assert r.executor.report.counters['faults'] > 0
 
