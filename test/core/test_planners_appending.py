@@ -266,13 +266,17 @@ def test_what_cannot_be_done_is_refused_before_anything_is_touched(session, stor
     assert session.boundary.poisoned is None
 
 
-def test_a_capsule_that_goes_before_the_lane_comes_to_it_leaves_the_state(session, store):
+def behind_a_held_lane(session, store):
+    """Give the state, the event that frees the lane, and a restore with append that waits."""
     kept(session, store)
     session.prefill(PROMPT).result(20)
-    before = state_of(session)
-    held = threading.Event()
+    before, held = state_of(session), threading.Event()
     session.lane.call(held.wait)
-    late = session.restore_and_append(store, ID, LONG)
+    return before, held, session.restore_and_append(store, ID, LONG)
+
+
+def test_a_capsule_that_goes_before_the_lane_comes_to_it_leaves_the_state(session, store):
+    before, held, late = behind_a_held_lane(session, store)
     store.drop(ID, 'qwen3_5')
     held.set()
     with pytest.raises(CapsuleNotFound, match='dropped'):
@@ -401,12 +405,7 @@ def test_what_ends_it_before_its_plan_leaves_a_usable_session(session, store, ve
 
 
 def test_a_cancel_before_it_starts_leaves_the_state_as_it_was(session, store):
-    kept(session, store)
-    session.prefill(PROMPT).result(20)
-    before = state_of(session)
-    held = threading.Event()
-    session.lane.call(held.wait)
-    waiting = session.restore_and_append(store, ID, LONG)
+    before, held, waiting = behind_a_held_lane(session, store)
     assert waiting.cancel()
     held.set()
     with pytest.raises(TickDropped, match='cancelled'):

@@ -39,6 +39,7 @@ from flashrt_core.planners.qwen3_5.precision import Weight
 from flashrt_core.planners.qwen3_5.precision import weight
 from flashrt_core.planners.qwen3_5.products import chunk_product
 from flashrt_core.planners.qwen3_5.products import FEW
+from flashrt_core.planners.qwen3_5.products import few_rows
 from flashrt_core.planners.qwen3_5.products import LAST_NORM
 from flashrt_core.planners.qwen3_5.products import products_of
 from flashrt_core.planners.qwen3_5.products import row_product
@@ -259,9 +260,7 @@ def _accept(c: Qwen35Config, memory: Verify, b: Tensors, count: Tensor) -> None:
 def _product(y: Tensor, w: Weight) -> Tensor:
     if len(y) > FEW:
         return chunk_product(y, w)
-    out = y.new_empty((len(y), len(w if isinstance(w, Tensor) else w.data)))
-    row_product(y, w, out, overlaps(y.device), alone=False)
-    return out
+    return few_rows(y, w, overlaps(y.device), alone=False)
 
 
 def _mtp_input(c: Qwen35Config, b: Tensors, tokens: Tensor, hidden: Tensor) -> Tensor:

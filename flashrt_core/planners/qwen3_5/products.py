@@ -52,6 +52,13 @@ def row_gated(a: Tensor, w: Weight, out: Tensor, pdl: bool, alone: bool = True) 
         row_products.gated(a, w, out, pdl, alone)
 
 
+def few_rows(a: Tensor, w: Weight, pdl: bool, alone: bool) -> Tensor:
+    """Return the product of few rows, see ``row_product``, in memory of its own."""
+    out = a.new_empty((len(a), len(w if isinstance(w, Tensor) else w.data)))
+    row_product(a, w, out, pdl, alone)
+    return out
+
+
 def scaled(x: Tensor) -> Scaled:
     """Return rows x [T, K] as an FP8 product takes them."""
     y = x.new_empty(x.shape, dtype=fp8_rows.STORED)
@@ -86,10 +93,7 @@ class RowProducts:
 
     def __call__(self, x: Tensor, name: str) -> Tensor:
         """Return x [M, K] times the weight called ``name``, in memory of its own."""
-        w = weight(self._b, name)
-        out = x.new_empty((len(x), len(w if isinstance(w, Tensor) else w.data)))
-        row_product(x, w, out, self._pdl, self._alone)
-        return out
+        return few_rows(x, weight(self._b, name), self._pdl, self._alone)
 
     def begin(self, x: Tensor, norm: str) -> Tensor:
         """Return x [M, width] normed by the weight called ``norm``."""
