@@ -53,6 +53,16 @@ class Progress:
     bit_exact: bool = True
 
 
+@dataclass(frozen=True)
+class Begun:
+    """The counters that a run of steps began at."""
+
+    epoch: int
+    episode: int
+    step: int
+    tick: int  # ticks played before it
+
+
 class Outputs(Protocol):
     """Where results go; called under the locks, so nothing here may wait."""
 
@@ -177,10 +187,17 @@ class Control:
         limit_ns = self._parameters['exhausted_hold_s'] * NANOSECONDS
         return not self._lock_step and now - self._exhausted_ns >= limit_ns
 
-    def limit_steps(self, step: int | None, cause: str) -> None:
-        """Hold for ``cause`` once ``progress.step`` reaches ``step``; None: no limit."""
+    def begin_run(self, steps: int, cause: str) -> Begun:
+        """Count from the next step on, and hold for ``cause`` after so many; 0: no limit."""
         with self.publish_lock:
-            self._step_limit = (step, cause)
+            progress = self.progress
+            self._step_limit = (progress.step + steps if steps else None, cause)
+            return Begun(progress.epoch, progress.episode, progress.step, self.ticks_played)
+
+    def end_run(self) -> None:
+        """Let steps go on without a limit."""
+        with self.publish_lock:
+            self._step_limit = (None, '')
 
     def step_failed(self, error: Exception) -> None:
         """Hold after an exception on the step thread."""

@@ -16,6 +16,7 @@ from flashrt_core.errors import FlashrtError
 from flashrt_core.errors import LaneBusy
 from flashrt_core.errors import ParameterInvalid
 from flashrt_ros.action import RunEpisode
+from flashrt_ros.executor_control import Begun
 from flashrt_ros.executor_control import Control
 from flashrt_ros.futures import wake
 from flashrt_ros.hold import Cause
@@ -30,10 +31,7 @@ FEEDBACK_PERIOD_S = 0.1
 class _Run:
     goal: ServerGoalHandle
     ended: Future
-    epoch: int
-    episode: int
-    first_step: int
-    first_tick: int
+    begun: Begun
     started_s: float
 
 
@@ -76,14 +74,8 @@ class EpisodeServer:
                 'an episode is running; cancel it or wait for its result'))
         self._busy = True
         try:
-            await self._node.begin_episode(goal.request)
-            control: Control = self._node.control
-            progress = control.progress
-            self._run = _Run(
-                goal, Future(executor=self._node.executor), progress.epoch, progress.episode,
-                progress.step, int(control.ticks_played), self._ros_now_s())
-            if goal.request.max_steps:
-                control.limit_steps(progress.step + goal.request.max_steps, END)
+            begun = await self._node.begin_episode(goal.request)
+            self._run = _Run(goal, Future(executor=self._node.executor), begun, self._ros_now_s())
             self._timer.reset()
             termination = await self._run.ended
             self._finish(goal, result, termination)
@@ -97,14 +89,15 @@ class EpisodeServer:
     def _finish(self, goal: ServerGoalHandle, result: RunEpisode.Result, termination: str) -> None:
         assert self._run is not None
         control: Control | None = self._node.control
+        begun = self._run.begun
         result.termination = termination
-        result.episode = self._run.episode
+        result.episode = begun.episode
         if control is not None:
-            control.limit_steps(None, END)
+            control.end_run()
             if self._node.state_label == ACTIVE and termination != 'reset':
                 control.hold(END)
-            result.steps = control.progress.step - self._run.first_step
-            result.ticks = int(control.ticks_played) - self._run.first_tick
+            result.steps = control.progress.step - begun.step
+            result.ticks = int(control.ticks_played) - begun.tick
         result.success = termination in ('steps', 'duration')
         result.message = (f'episode {result.episode} ended ({termination}) after {result.steps} '
                           f'steps and {result.ticks} ticks; the robot holds')
@@ -125,11 +118,11 @@ class EpisodeServer:
             episode=progress.episode, step=progress.step, tick=progress.tick,
             phase=self._node.phase))
         limit_s, limit = run.goal.request.max_duration_s, run.goal.request.max_steps
-        if progress.epoch != run.epoch and progress.episode != run.episode:
+        if progress.epoch != run.begun.epoch and progress.episode != run.begun.episode:
             self.abandon('reset')
         elif run.goal.is_cancel_requested:
             self.abandon('cancelled')
-        elif limit and progress.step - run.first_step >= limit:
+        elif limit and progress.step - run.begun.step >= limit:
             self.abandon('steps')
         elif limit_s > 0.0 and self._ros_now_s() - run.started_s >= limit_s:
             self.abandon('duration')

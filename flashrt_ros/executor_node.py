@@ -29,6 +29,7 @@ from flashrt_ros.clocks import RosClock
 from flashrt_ros.config_files import find_embodiment
 from flashrt_ros.control_loop import StepThread
 from flashrt_ros.embodiment import load_embodiment
+from flashrt_ros.executor_control import Begun
 from flashrt_ros.executor_control import Control
 from flashrt_ros.executor_control import Progress
 from flashrt_ros.executor_engine import Engine
@@ -239,8 +240,8 @@ class ExecutorNode(SessionNode):
         if self.control.step() is None:
             raise ObservationError('no action is left to play; call ~/step again')
 
-    async def begin_episode(self, request: RunEpisode.Goal) -> None:
-        """Check a goal, take over its prompt, reset if asked.
+    async def begin_episode(self, request: RunEpisode.Goal) -> Begun:
+        """Check a goal, take over its prompt, reset if asked; return what it counts from.
 
         :raises FlashrtError: the goal is refused.
         """
@@ -251,13 +252,23 @@ class ExecutorNode(SessionNode):
             tokens = self.tokenize(request.prompt, self.engine.ports.prompt_tokens)
             self._take_prompt(request.prompt, tokens)
         seed = int(request.seed) if request.set_seed else None
+        control = self.control
+        begun: list[Begun] = []
+
+        def begin() -> None:
+            begun.append(control.begin_run(request.max_steps, END))
+
         if request.reset:
             verbs = self.verbs
-            await self.services_made.frame.run(lambda: verbs.reset('', seed))
-        elif seed is not None:
-            self.engine.write(seed=seed)
-            self.outputs.event('seed', str(seed), {'seed': seed})
-        self.control.clear(END)
+            # Counted from within the reset: the robot may move before its reply is here.
+            await self.services_made.frame.run(lambda: verbs.reset('', seed, begin))
+        else:
+            if seed is not None:
+                self.engine.write(seed=seed)
+                self.outputs.event('seed', str(seed), {'seed': seed})
+            begin()
+        control.clear(END)
+        return begun[0]
 
     # -- parameters -----------------------------------------------------------------------------
 

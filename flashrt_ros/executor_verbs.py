@@ -70,9 +70,11 @@ class Verbs:
         self._one_at_a_time = threading.Lock()
         self._named = 0
 
-    def reset(self, capsule_id: str, seed: int | None) -> RestoreReport:
+    def reset(self, capsule_id: str, seed: int | None,
+              begun: Callable[[], object] = lambda: None) -> RestoreReport:
         """Restore C0 or another capsule and begin an episode.
 
+        :param begun: called in the new episode before anything is commanded in it.
         :raises FlashrtError: the state is as before, unless the session is poisoned.
         """
         if seed is not None and seed < 0:
@@ -82,7 +84,7 @@ class Verbs:
         return self._go_to(
             'reset', capsule_id or C0, self._session.lane.at_segment_end,
             lambda: self._restore(capsule_id or C0, 'same'), capsule=capsule_id or C0, reset=True,
-            pending=pending, detail=detail)
+            pending=pending, detail=detail, begun=begun)
 
     def restore(self, capsule_id: str, numerics: str) -> RestoreReport:
         """Restore a capsule within the episode; raises as ``reset``."""
@@ -162,7 +164,7 @@ class Verbs:
     def _go_to(
         self, kind: str, name: str, post: Callable[..., Any], work: Callable[[], RestoreReport],
         *, capsule: str = '', reset: bool = False, pending: Pending | None = None,
-        detail: dict[str, Any] | None = None,
+        detail: dict[str, Any] | None = None, begun: Callable[[], object] = lambda: None,
     ) -> RestoreReport:
         with self._verb(kind):
             if capsule:
@@ -176,6 +178,7 @@ class Verbs:
                 assert report is not None
                 dropped = engine.restored(pending)
                 progress.tick = report.position
+                begun()
                 self._control.outputs.event(kind, name, {
                     'restore_us': report.us, 'bytes': report.bytes, 'source': report.source,
                     'position': report.position, 'bit_exact': report.bit_exact,

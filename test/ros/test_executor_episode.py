@@ -52,6 +52,21 @@ def test_an_episode_ends_exactly_at_its_step_limit_and_holds(tmp_path: Path) -> 
         assert (again.termination, again.steps, again.episode) == ('steps', 5, 1)
 
 
+def test_steps_count_from_the_reset_on_however_late_its_reply_comes(tmp_path: Path) -> None:
+    with rig(tmp_path) as r:
+        reset, control = r.executor.verbs.reset, r.executor.control
+
+        def slow(*given: Any) -> Any:
+            report = reset(*given)
+            wait_until(lambda: control.progress.step > 3, 'steps before the reply')
+            return report
+
+        r.executor.verbs.reset = slow
+        result = Episode(r, reset=True, max_steps=25).result()[1]
+        assert (result.steps, control.progress.step) == (25, 25)
+        assert result.ticks == control.ticks_played
+
+
 def test_an_episode_can_be_cancelled_and_gives_feedback(tmp_path: Path) -> None:
     with rig(tmp_path) as r:
         episode = Episode(r, reset=True)
