@@ -26,7 +26,8 @@ from flashrt_ros.embodiment import load_embodiment
 from flashrt_ros.statistics import Counters
 from flashrt_ros.subgoals import SubgoalSlot
 
-BRINGUP = ['--seconds', '1', '--solo-seconds', '1', '--interrupts', '2']
+BRINGUP = ['--seconds', '3', '--solo-seconds', '1', '--interrupts', '2',
+           '--tick-period-steps', '8']
 ENV = {**os.environ, 'PYTHONPATH': str(SOURCE_ROOT)}
 
 
