@@ -131,10 +131,10 @@ def _fixed_choice(items: Sequence[tuple[str, str]], count: int) -> frozenset[tup
     return frozenset(ranked[:count])
 
 
-_KINDS = ('put', 'pick', 'home', 'all', 'except', 'sort', 'empty', 'loose')
+KINDS = ('put', 'pick', 'home', 'all', 'except', 'sort', 'empty', 'loose')
 HELD_OUT_PAIRS = _fixed_choice([(b, z) for b in COLOURS for z in COLOURS], _HELD_OUT_PAIRS)
 HELD_OUT_CHAINS = _fixed_choice(
-    [(a, b) for a in _KINDS for b in ('put', 'pick', 'home') if (a, b) != ('put', 'put')],
+    [(a, b) for a in KINDS for b in ('put', 'pick', 'home') if (a, b) != ('put', 'put')],
     _HELD_OUT_CHAINS,
 )
 
@@ -204,10 +204,14 @@ _MARK = '#'  # stands for a part
 _LANGUAGE = _forms(_MARK)
 
 
-def draw_example(rng: np.random.Generator, held_out: bool = False) -> Example:
-    """Draw one example, of the training set or, with ``held_out``, of what it never shows."""
+def draw_example(rng: np.random.Generator, held_out: bool = False, only: str = '') -> Example:
+    """
+    Draw one example, of the training set or, with ``held_out``, of what it never shows.
+
+    :param only: kind of its one part, of ``KINDS``; '' leaves number and kinds to chance.
+    """
     while True:
-        example = _draw(rng)
+        example = _draw(rng, only=only)
         if example.held_out if held_out else example.shown:
             return example
 
@@ -228,13 +232,13 @@ def draw_task(rng: np.random.Generator, scene: Scene, most_in_a_zone: int) -> Ex
             return example
 
 
-def _draw(rng: np.random.Generator, scene: Scene | None = None) -> Example:
+def _draw(rng: np.random.Generator, scene: Scene | None = None, only: str = '') -> Example:
     scene = scene or _draw_scene(rng)
-    if _chance(rng, 0.05):
+    if not only and _chance(rng, 0.05):
         text = _pick(rng, _NONSENSE)
         return Example(_dress(rng, text), scene, (), ('nonsense',))
-    parts = [_draw_part(rng, scene, simple=False)]
-    while len(parts) < 3 and _chance(rng, 0.4):
+    parts = [_draw_part(rng, scene, simple=False, kind=only)]
+    while not only and len(parts) < 3 and _chance(rng, 0.4):
         parts.append(_draw_part(rng, scene, simple=True))
     if sum(len(part.goals) for part in parts if part.possible) > MOST_GOALS:
         parts = parts[:1]
@@ -263,9 +267,9 @@ class Part(NamedTuple):
     possible: bool
 
 
-def _draw_part(rng: np.random.Generator, scene: Scene, simple: bool) -> Part:
-    kinds = ('put', 'put', 'pick', 'home') if simple else (*_KINDS, 'put', 'put', 'put', 'pick')
-    kind = _pick(rng, kinds)
+def _draw_part(rng: np.random.Generator, scene: Scene, simple: bool, kind: str = '') -> Part:
+    kinds = ('put', 'put', 'pick', 'home') if simple else (*KINDS, 'put', 'put', 'put', 'pick')
+    kind = kind or _pick(rng, kinds)
     makers: dict[str, Callable[[np.random.Generator, Scene], Asked]] = {
         'put': _put, 'pick': _pick_up, 'home': _home, 'all': _all, 'except': _except,
         'sort': _sort, 'empty': _empty, 'loose': _loose,

@@ -65,10 +65,13 @@ def card(name: str, folder: Path, scores: Mapping[str, Any]) -> str:
     else:
         chains = ', '.join(sorted(f'{a} then {b}' for a, b in HELD_OUT_CHAINS))
         lines += [f'Nor one kind of part after another: {chains}.']
-    lines += ['', '## Training', '', f'`{HOW[name].format("FOLDER")}`', '',
-              '| | |', '|---|---|',
-              *(f'| {key} | {_shown(value)} |' for key, value in _facts(name, folder, record)),
-              '', '## Score', '']
+    lines += ['', '## Training']
+    for number, stage in enumerate(_stages(record), start=1):
+        how = HOW[name].format('FOLDER' if number == 1 else f'FOLDER{number}')
+        how += ''.join(f' --{key} {value}' for key, value in _options(stage, number))
+        lines += ['', f'`{how}`', '', '| | |', '|---|---|',
+                  *(f'| {key} | {_shown(value)} |' for key, value in _facts(stage))]
+    lines += ['', _size_of(folder / f'{name}.safetensors'), '', '## Score', '']
     if not scores:
         raise ConfigError(f'no scores for {name}; run the evaluation with --json')
     lines += ['| | good | of | share | 95 % (Wilson) |', '|---|---|---|---|---|']
@@ -90,19 +93,32 @@ def training_folder(folder: Path) -> Path:
     return folder
 
 
-def _facts(name: str, folder: Path, record: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    weights = folder / f'{name}.safetensors'
+def _stages(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the records of the trainings that each began with the one before."""
+    before = record.get('start')
+    return [*(_stages(before) if before else []), record]
+
+
+def _options(stage: Mapping[str, Any], number: int) -> list[tuple[str, Any]]:
+    """Return what a training was told beside its recipe."""
+    found: list[tuple[str, Any]] = []
+    if 'start' in stage:
+        found.append(('start', 'FOLDER' if number == 2 else f'FOLDER{number - 1}'))
+    return found + [(key, share) for key, share in stage.get('lessons', {}).items() if share]
+
+
+def _facts(record: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    return [('steps', record['step']), *list(record['recipe'].items())[1:],
+            *record.get('facts', {}).items()]
+
+
+def _size_of(weights: Path) -> str:
     try:
         with safe_open(weights, framework='numpy') as file:
             count = sum(_size(file.get_slice(key).get_shape()) for key in file.keys())
     except SafetensorError as error:
-        raise ConfigError(f'{weights} is no whole checkpoint: {error}; train the {name} '
-                          'again') from error
-    found: list[tuple[str, Any]] = [
-        ('parameters', f'{count:,}'), ('file', f'{weights.stat().st_size:,} bytes, bf16'),
-        ('steps', record['step'])]
-    found += list(record['recipe'].items())[1:]
-    return found + list(record.get('facts', {}).items())
+        raise ConfigError(f'{weights} is no whole checkpoint: {error}; train it again') from error
+    return f'{count:,} parameters; {weights.stat().st_size:,} bytes, bf16.'
 
 
 def _size(shape: Sequence[int]) -> int:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from concurrent.futures import Future
+from dataclasses import dataclass
 import json
 import os
 from pathlib import Path
+import re
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,20 +19,76 @@ from flashrt_core.planners.vocabularies import json_tokenizer
 from flashrt_core.tabletop.instructions import draw_example
 from flashrt_core.tabletop.instructions import Example
 from flashrt_core.tabletop.instructions import prompt
+from flashrt_core.tabletop.state import COLOURS
 from flashrt_core.tabletop.training import Recipe
 from flashrt_core.tabletop.workers import make_pool
 
 END = '<|endoftext|>'
 VOCAB = 384
-CORPUS = 20_000  # examples that the tokenizer is made from
+CORPUS = 20_000  # lessons that the tokenizer is made from
 IGNORED = -100   # label of a token that is not learnt
 LENGTH = 96      # tokens of a training sequence
+# Colours that no table has.
+OTHER_WORDS = ('pink', 'white', 'black', 'brown', 'grey', 'cyan', 'teal', 'gold', 'silver',
+               'violet')
+LISTS = ('empty', 'loose')  # kinds of parts that ask for what lies somewhere
+_COLOUR = re.compile(rf'\b(?:{"|".join(COLOURS)})\b')
 
 _tokenizer: ByteTokenizer | None = None
 
 
-def train_tokenizer(path: str | Path, seed: int) -> None:
-    """Write a byte-level BPE ``tokenizer.json`` made from generated training examples.
+@dataclass(frozen=True)
+class Lessons:
+    """What a training shows besides the language as it is drawn; no lesson is held out.
+
+    ``renamed``: share of the lessons in which some colours are called ``OTHER_WORDS``. A planner
+    that knows six colours learns by heart which of their 36 pairs there are; with words that any
+    pair may hold it learns to copy them. No pair that is held out comes up by it.
+    ``lists``: share that is one part alone of ``LISTS`` and has a plan, which are rare. A chain of
+    them would not do: its kinds that are held out are missing, and the rest would teach that.
+    """
+
+    renamed: float = 0.0
+    lists: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, share in vars(self).items():
+            if not 0 <= share <= 1:
+                raise ConfigError(f'{name} is {share}; give a share from 0 to 1')
+
+    def draw(self, rng: np.random.Generator) -> tuple[str, str]:
+        """Return (prompt, answer) of a lesson."""
+        example = self._example(rng)
+        words = self._words(rng)
+
+        def call(text: str) -> str:
+            return _COLOUR.sub(lambda found: words.get(found[0], found[0]), text)
+
+        return call(prompt(example.scene, example.instruction)), call(example.answer)
+
+    def _example(self, rng: np.random.Generator) -> Example:
+        if not self.lists or rng.random() >= self.lists:
+            return draw_example(rng)
+        kind = LISTS[int(rng.random() * len(LISTS))]
+        while True:
+            example = draw_example(rng, only=kind)
+            if example.plan:
+                return example
+
+    def _words(self, rng: np.random.Generator) -> dict[str, str]:
+        """Return what some colours are called, each by a word of its own."""
+        if not self.renamed or rng.random() >= self.renamed:
+            return {}
+        others = [OTHER_WORDS[i] for i in np.argsort(rng.random(len(OTHER_WORDS)), kind='stable')]
+        drawn = rng.random(len(COLOURS)) < 0.5
+        return {c: other for c, other, given in zip(COLOURS, others, drawn) if given}
+
+
+AS_DRAWN = Lessons()
+
+
+def train_tokenizer(path: str | Path, seed: int, lessons: Lessons) -> None:
+    """Write a byte-level BPE ``tokenizer.json`` made from generated lessons.
 
     :raises ConfigError: the package tokenizers is missing.
     """
@@ -42,8 +100,7 @@ def train_tokenizer(path: str | Path, seed: int) -> None:
     rng = np.random.default_rng([seed, 0])
     corpus = []
     for _ in range(CORPUS):
-        example = draw_example(rng)
-        corpus.append(prompt(example.scene, example.instruction) + example.answer)
+        corpus.append(''.join(lessons.draw(rng)))
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = tokenizers.decoders.ByteLevel()
@@ -55,19 +112,19 @@ def train_tokenizer(path: str | Path, seed: int) -> None:
     Path(path).write_text(json.dumps(json.loads(made.to_str())) + '\n', encoding='utf-8')
 
 
-def encode(tokenizer: ByteTokenizer, example: Example) -> tuple[list[int], list[int]]:
+def encode(tokenizer: ByteTokenizer, question: str, answer: str) -> tuple[list[int], list[int]]:
     """Return the tokens of prompt and answer, the answer's ended by END."""
-    before = tokenizer.encode(prompt(example.scene, example.instruction))
-    return before, [*tokenizer.encode(example.answer), tokenizer.special[END]]
+    return tokenizer.encode(question), [*tokenizer.encode(answer), tokenizer.special[END]]
 
 
 class Batches:
     """Batches for the steps of a training from ``done`` on, made ahead by other processes."""
 
-    def __init__(self, tokenizer: Path, recipe: Recipe, done: int = 0, workers: int = 0) -> None:
+    def __init__(self, tokenizer: Path, recipe: Recipe, lessons: Lessons, done: int = 0,
+                 workers: int = 0) -> None:
         count = workers or max(1, min(8, (os.cpu_count() or 1) - 1))
         self._pool = make_pool(count, _read_tokenizer, tokenizer)
-        self._given = (recipe.batch, recipe.seed)
+        self._given = (lessons, recipe.batch, recipe.seed)
         self._next = done
         self._ready: deque[Future[NDArray[np.int64]]] = deque()
         self._ahead = 6 * count
@@ -96,17 +153,17 @@ def _read_tokenizer(path: Path) -> None:
     _tokenizer = json_tokenizer(path)
 
 
-def _batch(size: int, seed: int, step: int) -> NDArray[np.int64]:
+def _batch(lessons: Lessons, size: int, seed: int, step: int) -> NDArray[np.int64]:
     assert _tokenizer is not None
-    return batch(_tokenizer, size, LENGTH, seed, step)
+    return batch(_tokenizer, lessons, size, LENGTH, seed, step)
 
 
-def batch(tokenizer: ByteTokenizer, size: int, length: int, seed: int,
+def batch(tokenizer: ByteTokenizer, lessons: Lessons, size: int, length: int, seed: int,
           step: int) -> NDArray[np.int64]:
     """Return (tokens, labels) of a step, int64 [2, size, length].
 
-    It depends on (seed, step) alone, so training goes on where it stopped. A label stands where
-    the token is; prompt and padding are IGNORED. Longer examples are drawn anew.
+    It depends on (lessons, seed, step) alone, so training goes on where it stopped. A label stands
+    where the token is; prompt and padding are IGNORED. Longer lessons are drawn anew.
     """
     end = tokenizer.special[END]
     rng = np.random.default_rng([seed, 1, step])
@@ -114,7 +171,7 @@ def batch(tokenizer: ByteTokenizer, size: int, length: int, seed: int,
     found[0] = end
     row = 0
     while row < size:
-        before, answer = encode(tokenizer, draw_example(rng))
+        before, answer = encode(tokenizer, *lessons.draw(rng))
         count = len(before) + len(answer)
         if count > length:
             continue

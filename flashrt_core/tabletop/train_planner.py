@@ -10,8 +10,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from collections.abc import Sequence
+import dataclasses
+import hashlib
 import json
 from pathlib import Path
+import shutil
 import sys
 import time
 
@@ -25,6 +28,9 @@ from flashrt_core.command_line import check_output
 from flashrt_core.command_line import number
 from flashrt_core.command_line import run
 from flashrt_core.command_line import whole_number
+from flashrt_core.errors import ConfigError
+from flashrt_core.planners import make_planner
+from flashrt_core.planners.qwen3_5.config import load_config
 from flashrt_core.planners.qwen3_5.config import Qwen35Config
 from flashrt_core.planners.qwen3_5.sequence import forward
 from flashrt_core.planners.qwen3_5.sequence import logits
@@ -38,12 +44,15 @@ from flashrt_core.tabletop.instructions import draw_example
 from flashrt_core.tabletop.instructions import prompt
 from flashrt_core.tabletop.models import config_of
 from flashrt_core.tabletop.plan_writer import PlanWriter
+from flashrt_core.tabletop.planner_data import AS_DRAWN
 from flashrt_core.tabletop.planner_data import Batches
 from flashrt_core.tabletop.planner_data import IGNORED
 from flashrt_core.tabletop.planner_data import LENGTH
+from flashrt_core.tabletop.planner_data import Lessons
 from flashrt_core.tabletop.planner_data import train_tokenizer
 from flashrt_core.tabletop.planner_data import VOCAB
 from flashrt_core.tabletop.training import hold_folder
+from flashrt_core.tabletop.training import load_record
 from flashrt_core.tabletop.training import Recipe
 from flashrt_core.tabletop.training import replace
 from flashrt_core.tabletop.training import save_model
@@ -79,18 +88,30 @@ def loss_of(c: Qwen35Config, w: Mapping[str, Tensor], tokens: Tensor,
 
 
 def train(folder: Path, recipe: Recipe, device: torch.device, minutes: float,
-          within: float = 0.0) -> int:
+          within: float = 0.0, lessons: Lessons = AS_DRAWN, start: Path | None = None) -> int:
     """Train until ``recipe.steps`` or ``minutes`` are over; return the steps done in all.
 
     :param within: minutes for the whole training, whatever steps that makes; 0 goes by the steps.
-    :raises ConfigError: the folder holds a training of another recipe.
+    :param lessons: what is shown. :param start: folder of the model that it begins with, whose
+        tokenizer it keeps; None begins with random weights.
+    :raises ConfigError: the folder holds a training of another recipe; ``start`` is no such model.
     """
     c = sizes()
+    record: dict[str, object] = {'sizes': SIZES, 'lessons': vars(lessons)}
+    if start is None:
+        w = {n: random_tensor(c, n, s).to(device) for n, s in tensor_specs(c).items()}
+    else:
+        w = {n: tensor.to(device) for n, tensor in load_model(start, c).items()}
+        stored = hashlib.sha256((start / WEIGHTS).read_bytes()).hexdigest()
+        record['start'] = {'sha256': stored, **load_record(start)}
     folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / TOKENIZER).exists():
-        train_tokenizer(folder / TOKENIZER, recipe.seed)
-    w = {n: random_tensor(c, n, s).to(device) for n, s in tensor_specs(c).items()}
-    training = Training(folder, recipe, w, {'sizes': SIZES})
+    if start is not None:
+        replace(folder / TOKENIZER, lambda path: shutil.copyfile(start / TOKENIZER, path))
+    elif not (folder / TOKENIZER).exists():
+        train_tokenizer(folder / TOKENIZER, recipe.seed, lessons)
+    training = Training(folder, recipe, w, record)
+    if within:
+        training.facts['within_minutes'] = within
     held = {ROPE: rope_table(c).to(device), **w}
     per_sequence = torch.func.vmap(lambda t, y: loss_of(c, held, t, y))
     given = torch.zeros((2, recipe.batch, LENGTH), dtype=torch.int64, device=device)
@@ -101,7 +122,7 @@ def train(folder: Path, recipe: Recipe, device: torch.device, minutes: float,
         main, ahead = (part.sum() / count for part in per_sequence(tokens, labels))
         return {'loss': main + MTP_SHARE * ahead, 'next': main, 'mtp': ahead}
 
-    with Batches(folder / TOKENIZER, recipe, training.done) as source:
+    with Batches(folder / TOKENIZER, recipe, lessons, training.done) as source:
         begun = time.monotonic()
 
         def feed(step: int) -> None:
@@ -114,6 +135,22 @@ def train(folder: Path, recipe: Recipe, device: torch.device, minutes: float,
     if training.stopped:
         raise KeyboardInterrupt
     return done
+
+
+def load_model(folder: Path, c: Qwen35Config) -> dict[str, Tensor]:
+    """Return the float32 weights of a trained planner's folder by name, on the CPU.
+
+    :raises ConfigError: it is none, or one of other sizes.
+    """
+    found, settings = load_config(config_of(folder, 'planner'))
+    if dataclasses.replace(found, weights='', tokenizer='') != c:
+        raise ConfigError(f'{folder} holds a planner of other sizes; give one that '
+                          'train_planner made')
+    session = make_planner('qwen3_5').bind(pick_backend('cpu'), (found, settings))
+    try:
+        return {name: session.buffers[name].tensor.clone() for name in tensor_specs(c)}
+    finally:
+        session.close()
 
 
 def save(folder: Path, c: Qwen35Config, w: Mapping[str, Tensor], step: int) -> None:
@@ -166,6 +203,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument('--json', type=Path, help='file for the scores')
     parser.add_argument('--within', type=number(0), default=0.0,
                         help='minutes for the whole training instead of --steps')
+    parser.add_argument('--start', type=Path, help='folder of a model to begin with')
+    for name, help in (('renamed', 'share of lessons with colours called other words'),
+                       ('lists', 'share that is one part of several goals')):
+        parser.add_argument(f'--{name}', type=float, default=0.0, help=help)
     for name, value in vars(DEFAULT).items():
         parser.add_argument(f'--{name}', type=type(value), default=value)
     o = parser.parse_args(argv)
@@ -174,12 +215,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _command(o: argparse.Namespace) -> int:
     recipe = Recipe(**{name: getattr(o, name) for name in vars(DEFAULT)})
+    lessons = Lessons(o.renamed, o.lists)
     device = pick_backend(o.device).device
     if o.json is not None:
         check_output(o.json, 'scores')
     if o.command != 'evaluate':
         with hold_folder(o.out):
-            done = train(o.out, recipe, device, o.minutes, o.within)
+            done = train(o.out, recipe, device, o.minutes, o.within, lessons, o.start)
         print(f'{done} steps done; {o.out / WEIGHTS} written')
     if o.command == 'train':
         return 0

@@ -5,6 +5,7 @@ from itertools import chain
 from itertools import repeat
 import json
 from pathlib import Path
+import re
 import signal
 from types import SimpleNamespace
 
@@ -20,11 +21,18 @@ from flashrt_core.planners.vocabularies import json_tokenizer
 from flashrt_core.tabletop import planner_data
 from flashrt_core.tabletop import train_planner
 from flashrt_core.tabletop import training
+from flashrt_core.tabletop.instructions import CANNOT
 from flashrt_core.tabletop.instructions import draw_example
+from flashrt_core.tabletop.instructions import HELD_OUT_PAIRS
+from flashrt_core.tabletop.instructions import prompt
+from flashrt_core.tabletop.planner_data import AS_DRAWN
 from flashrt_core.tabletop.planner_data import batch
 from flashrt_core.tabletop.planner_data import Batches
 from flashrt_core.tabletop.planner_data import encode
 from flashrt_core.tabletop.planner_data import IGNORED
+from flashrt_core.tabletop.planner_data import Lessons
+from flashrt_core.tabletop.planner_data import OTHER_WORDS
+from flashrt_core.tabletop.state import COLOURS
 from flashrt_core.tabletop.train_planner import evaluate
 from flashrt_core.tabletop.train_planner import main
 from flashrt_core.tabletop.train_planner import train
@@ -87,10 +95,12 @@ def test_a_trained_folder_is_a_planner_that_writes_plans(
 
 
 def test_a_batch_depends_on_seed_and_step_alone(tmp_path: Path) -> None:
-    planner_data.train_tokenizer(tmp_path / 'tokenizer.json', 1)
+    lessons = Lessons(0.5, 0.5)
+    planner_data.train_tokenizer(tmp_path / 'tokenizer.json', 1, lessons)
     tokenizer = json_tokenizer(tmp_path / 'tokenizer.json')
-    tokens, labels = batch(tokenizer, 4, 96, 7, 2)
-    again = Batches(tmp_path / 'tokenizer.json', Recipe(steps=9, batch=4, seed=7), 1, workers=1)
+    tokens, labels = batch(tokenizer, lessons, 4, 96, 7, 2)
+    again = Batches(tmp_path / 'tokenizer.json', Recipe(steps=9, batch=4, seed=7), lessons, 1,
+                    workers=1)
     with again as source:
         found = [source.take() for _ in range(2)]
     assert np.array_equal(found[1], [tokens, labels])
@@ -100,15 +110,86 @@ def test_a_batch_depends_on_seed_and_step_alone(tmp_path: Path) -> None:
 
 
 def test_the_tokenizer_gives_every_example_back(tmp_path: Path) -> None:
-    planner_data.train_tokenizer(tmp_path / 'tokenizer.json', 1)
+    planner_data.train_tokenizer(tmp_path / 'tokenizer.json', 1, AS_DRAWN)
     tokenizer = json_tokenizer(tmp_path / 'tokenizer.json')
     rng = np.random.default_rng(2)
     for _ in range(50):
+        question, answer = Lessons(renamed=0.5).draw(rng)
+        before, after = encode(tokenizer, question, answer)
+        assert tokenizer.decode(before) == question and question.endswith('\nplan: ')
+        assert tokenizer.decode(after[:-1]) == answer
+        assert after[-1] == tokenizer.special[planner_data.END]
+
+
+def test_without_shares_the_lessons_are_the_language_as_it_is_drawn() -> None:
+    lessons, plain = np.random.default_rng(5), np.random.default_rng(5)
+    for _ in range(50):
+        example = draw_example(plain)
+        assert AS_DRAWN.draw(lessons) == (prompt(example.scene, example.instruction),
+                                          example.answer)
+
+
+def test_lists_stand_alone_and_have_a_plan() -> None:
+    rng, chained = np.random.default_rng(4), re.compile(r' then |after you|before you|but first')
+    for _ in range(200):
+        question, answer = Lessons(lists=1.0).draw(rng)
+        asked = question.split(' say: ')[1]
+        assert re.search('empty the|what is in the|what lies on|the loose', asked)
+        assert not chained.search(asked) and answer != CANNOT
+
+
+def test_renamed_colours_keep_the_plan_and_never_make_a_pair_that_is_held_out() -> None:
+    rng, changed = np.random.default_rng(3), 0
+    same = Lessons(renamed=1.0)
+    for _ in range(1000):
+        state = rng.bit_generator.state
         example = draw_example(rng)
-        before, answer = encode(tokenizer, example)
-        assert tokenizer.decode(answer[:-1]) == example.answer
-        assert answer[-1] == tokenizer.special[planner_data.END]
-        assert tokenizer.decode(before).endswith('\nplan: ')
+        rng.bit_generator.state = state
+        question, answer = same.draw(rng)
+        plain = prompt(example.scene, example.instruction) + example.answer
+        words = dict(zip(re.findall(r'\w+', plain), re.findall(r'\w+', question + answer)))
+        again = ''.join(words.get(part, part) for part in re.split(r'(\w+)', plain))
+        assert again == question + answer
+        moved = {old: new for old, new in words.items() if old != new}
+        assert set(moved) <= set(COLOURS) and set(moved.values()) <= set(OTHER_WORDS)
+        assert len(set(moved.values())) == len(moved)
+        pairs = re.findall(r'put the (\w+) block in the (\w+) zone', answer)
+        assert not HELD_OUT_PAIRS & set(pairs)
+        changed += bool(moved)
+    assert changed > 800
+
+
+@pytest.mark.parametrize('shares', [{'renamed': -0.1}, {'lists': 1.5}, {'lists': float('nan')}])
+def test_a_share_that_is_none_is_refused(shares: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=f'{next(iter(shares))} is .*; give a share from 0 to 1'):
+        Lessons(**shares)
+
+
+def test_a_training_begins_with_a_model_and_names_it(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(tmp_path / 'first', Recipe(steps=2, batch=2), CPU, 10)
+
+    def command(start: Path, *options: str) -> int:
+        return main(['train', '--out', str(tmp_path / 'second'), '--start', str(start), '--device',
+                     'cpu', '--steps', '1', '--batch', '2', '--rate', '1e-9', '--renamed', '0.5',
+                     *options])
+
+    assert command(tmp_path / 'first') == 0
+    one, two = (load_file(tmp_path / f / train_planner.WEIGHTS) for f in ('first', 'second'))
+    assert all(torch.allclose(one[key], two[key], atol=1e-6) for key in one)
+    first, second = (training.load_record(tmp_path / f) for f in ('first', 'second'))
+    assert second['lessons'] == {'renamed': 0.5, 'lists': 0.0}
+    digest = second['start'].pop('sha256')
+    assert second['start'] == first and len(digest) == 64
+    assert (tmp_path / 'second/tokenizer.json').read_bytes() == (
+        tmp_path / 'first/tokenizer.json').read_bytes()
+    capsys.readouterr()
+    assert command(tmp_path / 'none') == 2
+    assert 'none' in capsys.readouterr().err
+    config = tmp_path / 'first/planner.yaml'
+    config.write_text(config.read_text().replace('mlp: 64', 'mlp: 128'))
+    assert command(tmp_path / 'first', '--seed', '2') == 2
+    assert 'holds a planner of other sizes' in capsys.readouterr().err
 
 
 def test_the_interval_is_wilsons() -> None:
