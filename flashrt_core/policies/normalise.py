@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-import math
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +16,7 @@ from flashrt_core.errors import ConfigError
 
 # What each way needs of the statistics, per part ('state', 'action').
 NEEDS = {'mean_std': ('mean', 'std'), 'quantiles': ('q01', 'q99'), 'identity': ()}
+SMALLEST, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 STATE_BINS = 256
 EDGES = np.linspace(-1.0, 1.0, STATE_BINS + 1)[:-1]
 
@@ -62,7 +62,8 @@ class Affine:
 def affine(statistics: Statistics, part: str, way: str, size: int) -> Affine:
     """Return the map of ``part`` ('state', 'action') for ``way``, a key of NEEDS.
 
-    Quantiles go to -1 and 1. Statistics that are not known give the identity.
+    Quantiles go to -1 and 1; those of a joint that never moved lie two float32 steps apart, so
+    that it rests at -1. Statistics that are not known give the identity.
     Source: openpi ``transforms.py`` (its epsilons belong to its files, see checkpoints).
     """
     # Rounded as the joints are: a joint that rests at its quantile is then exactly at the edge.
@@ -74,6 +75,7 @@ def affine(statistics: Statistics, part: str, way: str, size: int) -> Affine:
         return Affine(known('mean', 0.0), known('std', 1.0))
     if way == 'quantiles':
         low, high = known('q01', -1.0), known('q99', 1.0)
+        high = np.maximum(high, low + 2 * np.spacing(np.abs(low).astype(np.float32)))
         return Affine((low + high) / 2, (high - low) / 2)
     return Affine(np.zeros(size), np.ones(size))
 
@@ -82,7 +84,8 @@ def check_statistics(s: Statistics, sizes: Mapping[str, int], way: str) -> None:
     """Verify the statistics of parts with these sizes for ``way``.
 
     :raises ConfigError: another number of values, not finite, a deviation or a span that is not
-        above 0, half of a pair, or statistics of the other way only.
+        above 0 (as float32, which a policy's tables are), half of a pair, or statistics that lack
+        some of what the way needs.
     """
     if way not in NEEDS:
         raise ConfigError(f'normalisation {way!r} is unknown; choose from {sorted(NEEDS)}')
@@ -92,15 +95,16 @@ def check_statistics(s: Statistics, sizes: Mapping[str, int], way: str) -> None:
         low, high = getattr(s, f'{part}_q01'), getattr(s, f'{part}_q99')
         if bool(low) != bool(high):
             raise ConfigError(f'statistics.{part}_q01 and {part}_q99 go together; give both')
-        if any(not b > a for a, b in zip(low, high, strict=True)):
+        if any(not b - a >= SMALLEST for a, b in zip(low, high, strict=True)):
             raise ConfigError(
                 f'statistics.{part}_q99 is {high}; every value must be above that of '
                 f'{part}_q01 {low}'
             )
     needed = [f'{part}_{name}' for part in sizes for name in NEEDS[way]]
-    if s.given and needed and not any(getattr(s, name) for name in needed):
+    missing = [name for name in needed if not getattr(s, name)]
+    if s.given and missing:
         raise ConfigError(
-            f'statistics hold no {", ".join(needed)}, which normalisation {way!r} needs; give '
+            f'statistics hold no {", ".join(missing)}, which normalisation {way!r} needs; give '
             'them, or set normalisation to the way the model was trained with'
         )
 
@@ -108,9 +112,9 @@ def check_statistics(s: Statistics, sizes: Mapping[str, int], way: str) -> None:
 def _check_values(name: str, values: tuple[float, ...], size: int, positive: bool) -> None:
     if values and len(values) != size:
         raise ConfigError(f'statistics.{name} has {len(values)} values; give {size}')
-    if not all(map(math.isfinite, values)):
+    if not all(abs(v) <= LARGEST for v in values):
         raise ConfigError(f'statistics.{name} is {values}; every value must be finite')
-    if positive and any(not v > 0 for v in values):
+    if positive and any(not v >= SMALLEST for v in values):
         raise ConfigError(f'statistics.{name} is {values}; every value must be above 0')
 
 

@@ -29,6 +29,17 @@ def test_quantiles_go_to_minus_one_and_one_exactly_so_a_resting_joint_keeps_its_
     assert [state_bins(row) for row in scale.normalise(at_edges)] == [[0, 0], [255, 255]]
 
 
+def test_a_joint_that_never_moved_rests_at_minus_one_however_small_its_span_is():
+    low = (1.45, 100.0, -3.0, 0.0)
+    known = Statistics(state_q01=low, state_q99=tuple(v + 1e-8 for v in low))
+    scale = affine(known, 'state', 'quantiles', 4)
+    rest = np.float32(low)
+    assert scale.normalise(rest).tolist() == [-1.0] * 4 and state_bins(scale.normalise(rest))
+    shift, by = np.float32(scale.shift), np.float32(scale.scale)  # as a policy's tables hold them
+    assert ((rest - shift) / by).tolist() == [-1.0] * 4
+    np.testing.assert_array_equal(-by + shift, rest)
+
+
 def test_what_lies_beyond_the_quantiles_is_not_clipped():
     scale = affine(KNOWN, 'state', 'quantiles', 2)
     np.testing.assert_allclose(scale.normalise(np.float32([1.3, -0.7])), [3.0, -3.0], atol=1e-5)
@@ -64,6 +75,10 @@ def test_bins_are_those_of_openpi():
     ({'state_q01': (0.0, 1.0)}, 'quantiles', 'give both'),
     ({'state_mean': (0.0, 1.0)}, 'quantiles', "no state_q01.*'quantiles'"),
     ({}, 'minmax', "'minmax' is unknown"),
+    ({'state_std': (1.0, 1e-50)}, 'mean_std', 'above 0'),
+    ({'state_std': (1.0, 1e39)}, 'mean_std', 'finite'),
+    ({'state_q01': (0.0, 0.0), 'state_q99': (1.0, 1e-50)}, 'quantiles', 'above that of state_q01'),
+    ({'state_mean': (0.0, 1.0)}, 'mean_std', "no state_std, which normalisation 'mean_std' needs"),
 ])
 def test_statistics_that_do_not_serve_are_refused_by_name(changes, way, message):
     with pytest.raises(ConfigError, match=message):
