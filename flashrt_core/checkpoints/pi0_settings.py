@@ -53,6 +53,11 @@ def _check_relative(c: Pi0Config, path: Path) -> None:
     settings = processor_step(path, RELATIVE)['config']
     if not settings.get('enabled'):
         return
+    for name in ('exclude_joints', 'action_names'):
+        if not isinstance(settings.get(name) or [], list):
+            raise ConfigError(
+                f'{path} has {name} {settings[name]!r:.80}; give a list of names, as LeRobot does'
+            )
     relative = _relative_actions(settings, c.action_dim)
     if sorted(c.relative) != relative:
         raise ConfigError(

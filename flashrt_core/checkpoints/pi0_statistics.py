@@ -47,8 +47,8 @@ def pi0_statistics(c: Pi0Config) -> Pi0Config:
         return c
     if not c.weights and not c.statistics_file:
         return c
-    source = Path(c.statistics_file) if c.statistics_file else _beside(Path(c.weights), c)
-    if source.is_dir():
+    source = Path(c.statistics_file or c.weights)
+    if not c.statistics_file or source.is_dir():
         source = _beside(source, c)
     if source.name == LEROBOT:
         numbers, way = _lerobot(source, c)
@@ -72,11 +72,11 @@ def pi0_statistics(c: Pi0Config) -> Pi0Config:
 
 
 def _beside(weights: Path, c: Pi0Config) -> Path:
-    """Return the one file of statistics in a checkpoint's folder."""
+    """Return the file of statistics in a checkpoint's folder, or the weights that hold them."""
     folder = weights if weights.is_dir() else weights.parent
     found = [path for path in (folder / LEROBOT, folder / OPENPI) if path.is_file()]
     found += sorted(folder.glob(f'assets/**/{OPENPI}'))
-    if not found and weights.is_file() and _early(weights)[0]:
+    if not found and c.weights and weights == Path(c.weights) and _early(weights)[0]:
         return weights
     if len(found) == 1:
         return found[0]
@@ -167,10 +167,9 @@ def _widen(values: dict[str, list[float]]) -> None:
     """Keep divisors above zero, as LeRobot does."""
     if 'std' in values:
         values['std'] = [v + LEROBOT_EPSILON for v in values['std']]
-    if 'q01' in values and 'q99' in values:
+    if 'q01' in values and 'q99' in values and len(values['q01']) == len(values['q99']):
         values['q99'] = [
-            b if b != a else a + LEROBOT_EPSILON
-            for a, b in zip(values['q01'], values['q99'], strict=True)
+            b if b != a else a + LEROBOT_EPSILON for a, b in zip(values['q01'], values['q99'])
         ]
 
 
@@ -196,7 +195,12 @@ def _sized(
 def _number(value: Any, source: Path) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigError(f'{source} holds {value!r:.40} among its statistics; give numbers')
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ConfigError(
+            f'{source} holds a number that no float holds among its statistics; copy it again'
+        ) from None
 
 
 def processor_step(path: Path, name: str) -> dict[str, Any]:

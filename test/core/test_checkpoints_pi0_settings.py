@@ -72,7 +72,9 @@ def test_relative_actions_that_the_config_does_not_name_are_refused(
 
 @pytest.mark.parametrize('record', [
     {'steps': 3}, {'steps': [3]}, {}, {'steps': [{'registry_name': 'relative_actions_processor'}]},
-    {'steps': [{'registry_name': 'relative_actions_processor', 'config': 3}]}])
+    {'steps': [{'registry_name': 'relative_actions_processor', 'config': 3}]},
+    {'steps': [{'registry_name': 'relative_actions_processor', 'config': {
+        'enabled': False, 'exclude_joints': 5}}]}])
 def test_damaged_steps_say_nothing_and_raise_nothing(tmp_path, record):
     write(tmp_path, 'policy_preprocessor.json', record)
     check(tmp_path)
@@ -84,3 +86,10 @@ def test_a_session_of_another_chunk_is_not_bound(tmp_path):
     with pytest.raises(ConfigError, match='set horizon to 50'):
         with bound05(cpu_backend(), tmp_path):
             pass
+
+
+@pytest.mark.parametrize('settings', [{'exclude_joints': 5}, {'action_names': 'gripper'}])
+def test_names_of_relative_actions_that_are_no_list_are_refused(tmp_path, settings):
+    relative(tmp_path, enabled=True, **settings)
+    with pytest.raises(ConfigError, match='give a list of names'):
+        check(tmp_path, relative=(0, 1, 2))

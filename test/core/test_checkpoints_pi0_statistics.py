@@ -135,6 +135,15 @@ def test_statistics_of_early_lerobot_are_found_among_the_weights(tmp_path):
     assert c.statistics.state_std[3] > 0  # a joint that never moved
 
 
+def test_statistics_of_early_lerobot_are_found_in_the_weights_of_a_folder(tmp_path):
+    names = {'normalize_inputs.buffer_observation_state': STATE,
+             'unnormalize_outputs.buffer_action': ACTIONS}
+    save({f'{name}.{kind}': torch.tensor(values[kind])
+          for name, values in names.items() for kind in ('mean', 'std')}, tmp_path)
+    c = pi0_statistics(replace(BARE, weights=str(tmp_path)))
+    np.testing.assert_allclose(c.statistics.state_mean, STATE['mean'], rtol=1e-6)
+
+
 def test_a_file_that_is_given_counts_before_those_beside_the_weights(tmp_path):
     openpi(tmp_path, 'droid')
     path = openpi(tmp_path, 'trossen', state={**STATE, 'mean': [9.0] * 4})
@@ -182,6 +191,8 @@ def test_statistics_of_several_robots_are_refused_by_their_paths(tmp_path):
     ({'state': {**STATE, 'std': [1.0, 1.0, -1.0, 1.0]}}, 'state_std.*above 0'),
     ({'actions': {'mean': [0.0] * 3}}, r'no std of the actions \(it has \[.mean.\]\)'),
     ({'actions': None}, 'no mean of the actions'),
+    ({'state': {**STATE, 'mean': [10**400] * 4}}, 'a number that no float holds'),
+    ({'state': {**STATE, 'std': [10**400] * 4}}, 'a number that no float holds'),
 ])
 def test_openpi_files_that_do_not_serve_are_refused(tmp_path, changes, message):
     openpi(tmp_path, **changes)
@@ -211,6 +222,15 @@ def test_files_that_are_no_statistics_are_refused(tmp_path, text, message):
 def test_lerobot_files_that_do_not_serve_are_refused(tmp_path, step, message):
     lerobot(tmp_path, step)
     with pytest.raises(ConfigError, match=message):
+        found(BARE05, tmp_path)
+
+
+def test_quantiles_of_different_lengths_are_refused(tmp_path):
+    path = lerobot(tmp_path)
+    step = json.loads(path.read_text())['steps'][1]
+    save({'observation.state.q01': torch.zeros(4), 'observation.state.q99': torch.ones(3),
+          'action.q01': torch.zeros(3), 'action.q99': torch.ones(3)}, tmp_path, step['state_file'])
+    with pytest.raises(ConfigError, match='3 values of state q99, the robot has 4'):
         found(BARE05, tmp_path)
 
 
