@@ -3,7 +3,8 @@
 A segment (a decode step, a prefill chunk) starts only if its measured p99 ends before the next
 tick is due, and never while a tick runs or an interrupt waits for its own. One that fits between
 no two ticks starts right after a tick has ended and is counted: a smaller prefill key would spare
-that delay.
+that delay. That is decided as the tick ends: beside ticks without a pause the planner's thread
+wakes when the next one runs already, and would wait for ever.
 """
 
 from collections.abc import Callable
@@ -17,9 +18,10 @@ from flashrt_ros.statistics import Counters
 from flashrt_ros.statistics import Ring
 
 COUNTERS = ('segments_admitted', 'segments_waited', 'segments_oversize', 'segments_unmeasured',
-            'ticks_overdue')
+            'segments_starved', 'ticks_overdue')
 SAMPLES = 256
 _LOOK_S = 0.005  # bounds how long a hold of the robot goes unseen
+_PATIENCE = 4  # ticks that a segment lets pass while interrupts come without end
 Wait = Callable[[threading.Condition, float], object]
 
 
@@ -56,7 +58,9 @@ class Admission:
         self._due_ns: int | None = None
         self._soon = False
         self._window_ns = 0  # from the end of the newest tick to the next one's due time
-        self._ticks_ended = 0
+        self._asked: int | None = None  # p99 in ns of the segment that waits, 0: not measured
+        self._passed = 0  # ticks that have ended since it asked
+        self._granted = False  # it starts now, whatever comes
         self._durations: dict[tuple[str, Any], Ring] = {}
         self._begun_ns = 0
         self.waits = Ring(SAMPLES)  # microseconds that segments have waited
@@ -77,8 +81,11 @@ class Admission:
             if not self._running:
                 return
             self._running = False
-            self._ticks_ended += 1
-            self._window_ns = 0 if self._due_ns is None else self._due_ns - self._now_ns()
+            now = self._now_ns()
+            if self._soon:
+                self._due_ns = now  # the dropped one may have kept it waiting
+            self._window_ns = 0 if self._due_ns is None else self._due_ns - now
+            self._grant()
             self._changed.notify_all()
 
     def tick_soon(self) -> None:
@@ -93,11 +100,12 @@ class Admission:
         asked_ns = self._now_ns()
         with self._changed:
             ring = self._durations.get((segment.label, segment.key))
-            p99_ns = None if ring is None or not ring.count else int(ring.summary().p99 * 1e3)
-            ended, waited = self._ticks_ended, False
-            while not self._may_start(p99_ns, self._ticks_ended > ended):
+            p99_ns = 0 if ring is None or not ring.count else int(ring.summary().p99 * 1e3)
+            self._asked, self._passed, waited = p99_ns, 0, False
+            while not self._granted and not self._may_start(p99_ns):
                 waited = True
                 self._wait(self._changed, _LOOK_S)
+            self._asked, self._granted = None, False
         self._begun_ns = self._now_ns()
         self._counters.add('segments_admitted')
         if waited:
@@ -115,7 +123,10 @@ class Admission:
         return {f'{label} {key}': ring.summary().p99
                 for (label, key), ring in list(self._durations.items())}
 
-    def _may_start(self, p99_ns: int | None, tick_ended_since: bool) -> bool:
+    def _needed_ns(self, p99_ns: int) -> int:
+        return int(self.margin_s * NANOSECONDS) + p99_ns
+
+    def _may_start(self, p99_ns: int) -> bool:
         """Say whether a segment fits now; under the lock."""
         if self._running:
             return False
@@ -126,13 +137,24 @@ class Admission:
             self._due_ns, self._soon = None, False
             self._counters.add('ticks_overdue')
             return True
-        if self._soon:
-            return False
-        needed = int(self.margin_s * NANOSECONDS) + (p99_ns or 0)
-        if p99_ns is not None and now + needed <= due:
-            return True
-        if not tick_ended_since or (p99_ns is not None and needed <= self._window_ns):
-            return False
-        # A tick has just ended and this is the widest window there is.
-        self._counters.add('segments_unmeasured' if p99_ns is None else 'segments_oversize')
-        return True
+        return not self._soon and p99_ns > 0 and now + self._needed_ns(p99_ns) <= due
+
+    def _grant(self) -> None:
+        """Let the segment that waits start after the tick that has just ended; under the lock.
+
+        This is the widest window there is: for one that does not fit, and for one that should
+        have fitted after the tick before and woke too late.
+        """
+        if self._asked is None:
+            return
+        self._passed += 1
+        if self._passed < _PATIENCE and (self._soon or (
+                self._passed == 1 and 0 < self._asked
+                and self._needed_ns(self._asked) <= self._window_ns)):
+            return
+        self._granted = True
+        if self._due_ns is None:
+            return
+        fits = self._needed_ns(self._asked) <= self._window_ns
+        self._counters.add('segments_unmeasured' if not self._asked else
+                           'segments_starved' if self._soon or fits else 'segments_oversize')

@@ -197,8 +197,82 @@ def test_before_the_tick_of_an_interrupt_nothing_starts_not_even_after_the_one_i
     assert robot.segment('decode', 5) == at + 28, 'a robot that holds does not tick'
 
 
+def test_the_tick_of_an_interrupt_is_waited_for_from_the_end_of_the_one_it_has_dropped(
+        ) -> None:
+    robot = Robot(overdue_s=0.05)
+    robot.measured('decode', 5)
+    at = robot.now_ms
+    robot.subject.tick_began(int((at + 80) * MS))
+    robot.subject.tick_soon()
+    robot.schedule = [(-1, at + 70, None), (at + 72, at + 86, at + 166)]
+    assert robot.segment('decode', 5) == at + 86, 'its segment took longer than overdue_s'
+
+
+class Slow(Robot):
+    """One whose planner wakes so late after a tick that the next one runs already."""
+
+    late_ms = 2.0
+
+    def _wait(self, condition: threading.Condition, seconds: float) -> None:
+        before = self.subject._running
+        super()._wait(condition, seconds)
+        if not before or self.subject._running:
+            return
+        self.now_ms += self.late_ms
+        if self.schedule and self.schedule[0][0] <= self.now_ms:
+            _, end, due = self.schedule.pop(0)
+            self.subject.tick_began(int(due * MS))
+            self.schedule.insert(0, (-1, end, None))
+
+
+def test_beside_ticks_without_a_pause_each_one_lets_a_segment_start_however_late_it_wakes(
+        ) -> None:
+    robot = Slow()
+    robot.measured('decode', 5)
+    at = robot.now_ms
+    robot.subject.tick_began(int((at + 20) * MS))
+    robot.schedule = [(-1, at + 20, None), *(
+        (at + 20 * i + 1, at + 20 * i + 20, at + 20 * i + 20) for i in range(1, 30))]
+    begun = [robot.segment('decode', 5) for _ in range(10)]
+    assert begun == [at + 20 * i + 22 for i in range(10)]
+    assert robot['segments_oversize'] == 10
+
+
+def test_one_that_just_fits_and_wakes_too_late_twice_starts_after_the_second_tick() -> None:
+    robot = Slow()
+    robot.measured('decode', 5)
+    at = robot.now_ms
+    robot.subject.tick_began(int((at + 26) * MS))
+    robot.schedule = [(-1, at + 20, None), *(
+        (at + 26 * i, at + 26 * i + 20, at + 26 * (i + 1)) for i in range(1, 30))]
+    assert robot.segment('decode', 5) == at + 26 + 20 + robot.late_ms
+    assert robot['segments_starved'] == 1 and robot['segments_oversize'] == 0
+
+
+def test_a_flood_of_interrupts_keeps_a_segment_back_for_some_ticks_only() -> None:
+    robot = Robot()
+    robot.measured('decode', 5)
+    at = robot.now_ms
+    began = robot.subject.tick_began
+
+    def flooded(due: int | None) -> None:
+        began(due)
+        robot.subject.tick_soon()
+
+    robot.subject.tick_began = flooded
+    robot.subject.tick_began(int((at + 80) * MS))
+    robot.schedule = [(-1, at + 14, None), *(
+        (at + 15 * i, at + 15 * i + 14, at + 15 * i + 80) for i in range(1, 30))]
+    assert robot.segment('decode', 5) == at + 15 * 3 + 14
+    assert robot['segments_starved'] == 1
+
+
 def test_while_the_next_tick_is_not_known_only_a_running_one_keeps_segments_back() -> None:
     robot = Robot()
     at = robot.now_ms
     robot.tick(10, None)
     assert robot.segment('decode', 5) == at + 10
+    robot.subject.tick_began(None)
+    robot.schedule = [(-1, at + 20, None)]
+    assert robot.segment('decode', 5) == at + 20
+    assert all(robot[f'segments_{why}'] == 0 for why in ('oversize', 'unmeasured', 'starved'))
