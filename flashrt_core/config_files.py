@@ -1,4 +1,7 @@
-"""Settings from YAML files and mappings, checked against the frozen dataclass that they fill."""
+"""Settings from YAML files and mappings, checked against the frozen dataclass that they fill.
+
+Beside them what all readers of a user's files share.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from dataclasses import is_dataclass
 from dataclasses import replace
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -17,6 +21,8 @@ from flashrt_core.errors import ConfigError
 
 T = TypeVar('T')
 
+LFS_POINTER = b'version https://git-lfs.github.com/'  # how such a file begins
+LIMIT_BYTES = 16 << 20  # of a JSON file
 SUFFIXES = ('.safetensors', '.json', '.model')  # of files that a config names
 
 
@@ -53,6 +59,31 @@ def read_yaml(
         if value and isinstance(value, str) and _lies_beside(value, path.parent):
             record[key] = str(path.parent / value)
     return record
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the mapping in a small JSON file; raises ConfigError."""
+    try:
+        if path.stat().st_size > LIMIT_BYTES:
+            raise ConfigError(f'{path} is larger than {LIMIT_BYTES} bytes; copy it again')
+        data = path.read_bytes()
+        record = json.loads(data)
+    except OSError as error:
+        raise ConfigError(f'{path} cannot be read: {error.strerror}; check the path') from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            f'{path} is not valid JSON: {lfs_remedy(data) or f"{error}; copy it again"}'
+        ) from error
+    if not isinstance(record, dict):
+        raise ConfigError(f'{path} holds a {type(record).__name__}; copy it again')
+    return record
+
+
+def lfs_remedy(data: bytes) -> str:
+    """Return what to do about a file that begins so and is a Git LFS pointer, else nothing."""
+    if not data.startswith(LFS_POINTER):
+        return ''
+    return "it is a Git LFS pointer; run 'git lfs pull' where it was cloned, or download the file"
 
 
 def _lies_beside(value: str, folder: Path) -> bool:

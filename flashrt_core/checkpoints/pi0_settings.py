@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from flashrt_core.checkpoints.pi0_statistics import LEROBOT
 from flashrt_core.checkpoints.pi0_statistics import processor_step
-from flashrt_core.checkpoints.pi0_statistics import read_json
+from flashrt_core.config_files import read_json
 from flashrt_core.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-import json
 from pathlib import Path
 import re
 from typing import Any
 from typing import TYPE_CHECKING
 
 from flashrt_core.checkpoints.reader import SafetensorsReader
+from flashrt_core.config_files import read_json
 from flashrt_core.errors import ConfigError
 from flashrt_core.policies.normalise import NEEDS
 from flashrt_core.policies.normalise import Statistics
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 OPENPI, LEROBOT = 'norm_stats.json', 'policy_preprocessor.json'
 OPENPI_EPSILON, LEROBOT_EPSILON = 1e-6, 1e-8
-LIMIT_BYTES = 16 << 20
 NAMES = ('mean', 'std', 'q01', 'q99')
 # LeRobot's ways; MIN_MAX is the same map as QUANTILES, between other numbers.
 WAYS = {'MEAN_STD': 'mean_std', 'QUANTILES': 'quantiles', 'MIN_MAX': 'quantiles',
@@ -211,18 +210,3 @@ def processor_step(path: Path, name: str) -> dict[str, Any]:
             config = step.get('config')
             return {**step, 'config': config if isinstance(config, dict) else {}}
     return {'config': {}}
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the mapping in a small JSON file; raises ConfigError."""
-    try:
-        if path.stat().st_size > LIMIT_BYTES:
-            raise ConfigError(f'{path} is larger than {LIMIT_BYTES} bytes; give its statistics')
-        record = json.loads(path.read_text(encoding='utf-8'))
-    except OSError as error:
-        raise ConfigError(f'{path} cannot be read: {error.strerror}; check the path') from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f'{path} is not valid JSON: {error}; copy it again') from error
-    if not isinstance(record, dict):
-        raise ConfigError(f'{path} holds a {type(record).__name__}; copy it again')
-    return record

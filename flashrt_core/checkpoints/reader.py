@@ -21,10 +21,15 @@ from safetensors import SafetensorError
 import torch
 from torch import Tensor
 
+from flashrt_core.config_files import LFS_POINTER
+from flashrt_core.config_files import lfs_remedy
+from flashrt_core.config_files import read_json
 from flashrt_core.errors import ConfigError
 
 PIECE_BYTES = 64 << 20
 PROCESSOR = re.compile(r'^policy_(pre|post)processor')  # LeRobot's statistics
+BELOW = ('*/', '*/*/')  # where a download's cache and LeRobot's training keep them
+SHOWN = 4
 DTYPES = {
     'F64': torch.float64,
     'F32': torch.float32,
@@ -56,7 +61,8 @@ class SafetensorsReader:
     :param path: a ``.safetensors`` file, or a folder whose ``.safetensors`` files are its shards
         (LeRobot's processor files beside them are none).
     :param drop_cache: take what was read out of the page cache again.
-    :raises ConfigError: nothing there, a file that is not safetensors, a name in two shards.
+    :raises ConfigError: nothing there, a file that is not safetensors, a name in two shards, or a
+        shard that the folder's index names is missing.
 
     Any thread; threads may read different tensors at the same time.
     """
@@ -70,6 +76,8 @@ class SafetensorsReader:
         try:
             for file in _files(self.path):
                 self._open(file)
+            for index in sorted(self.path.glob('*.safetensors.index.json')):
+                self._check_index(index)
         except BaseException:
             self.close()
             raise
@@ -82,7 +90,9 @@ class SafetensorsReader:
             self._files.append(file)
             begin, entries = _header(file)
         except (SafetensorError, OSError, ValueError) as error:
-            raise ConfigError(f'weights {path} cannot be read as safetensors: {error}') from error
+            raise ConfigError(
+                f'weights {path} cannot be read as safetensors: {_pointer(path) or error}'
+            ) from error
         for name, shape in shapes.items():
             if name in self._where:
                 raise ConfigError(
@@ -91,6 +101,19 @@ class SafetensorsReader:
             offset, dtype = entries[name]['data_offsets'][0], entries[name]['dtype']
             self._where[name] = Stored(file, begin + offset, dtype)
             self.shapes[name] = shape
+
+    def _check_index(self, path: Path) -> None:
+        """Verify that every weight is there that an index of shards names."""
+        named = read_json(path).get('weight_map')
+        if not isinstance(named, dict) or not all(isinstance(f, str) for f in named.values()):
+            raise ConfigError(f'{path} has no weight_map of names to files; copy it again')
+        absent = [name for name in named if name not in self._where]
+        if absent:
+            files = sorted({named[name] for name in absent})
+            raise ConfigError(
+                f'weights {self.path} lack {len(absent)} tensors, first {absent[0]!r}, of '
+                f'{files[:SHOWN]} by their index {path.name}; copy or download these files'
+            )
 
     def pieces(self, name: str) -> Iterator[tuple[int, Tensor]]:
         """Give (first row, rows) of one tensor, CPU tensors in the file's dtype, in order.
@@ -154,6 +177,15 @@ class SafetensorsReader:
         self.close()
 
 
+def _pointer(path: Path) -> str:
+    """Return what is wrong with a file that is a Git LFS pointer, else nothing."""
+    try:
+        with path.open('rb') as file:
+            return lfs_remedy(file.read(len(LFS_POINTER)))
+    except OSError:
+        return ''
+
+
 def _header(file: int) -> tuple[int, dict[str, Any]]:
     """Return where the bytes begin and the entries by name, of a file the library has checked."""
     size = int.from_bytes(os.pread(file, 8, 0), 'little')
@@ -167,7 +199,11 @@ def _files(path: Path) -> list[Path]:
                 file for file in path.glob('*.safetensors') if not PROCESSOR.search(file.name)
             )
             if not found:
-                raise ConfigError(f'weights folder {path} holds no .safetensors file')
+                below = sorted({f.parent for g in BELOW for f in path.glob(f'{g}*.safetensors')})
+                remedy = ' or '.join(map(str, below[:SHOWN])) or 'the folder that has them'
+                raise ConfigError(
+                    f'weights folder {path} holds no .safetensors file; give {remedy}'
+                )
             return found
         if path.is_file():
             return [path]

@@ -9,6 +9,7 @@ import re
 from typing import Any
 from typing import Protocol
 
+from flashrt_core.config_files import lfs_remedy
 from flashrt_core.errors import ConfigError
 
 
@@ -71,8 +72,9 @@ class WordTokenizer:
     def encode(self, text: str, limit: int) -> list[int]:
         """Return the ids of ``text``, at most ``limit``.
 
-        :raises ConfigError: it needs more; the message says how many.
+        :raises ConfigError: it needs more; the message says how many. Or it is no UTF-8.
         """
+        _check_text(text)
         pieces = _PIECES.findall(text)
         tokens: list[int] = []
         for i, piece in enumerate(pieces):
@@ -140,8 +142,9 @@ class SentencePieceTokenizer:
             self.vocab = int(self._model.vocab_size())
         except (RuntimeError, TypeError) as error:
             raise ConfigError(
-                f'tokenizer {self.name!r:.200} is not a SentencePiece model: {error}; give the '
-                'tokenizer.model that goes with the checkpoint'
+                f'tokenizer {self.name!r:.200} is not a SentencePiece model: '
+                f'{lfs_remedy(data) or error}; give the tokenizer.model that goes with the '
+                'checkpoint'
             ) from None
         first = int(self._model.bos_id())
         self.begin = (first,) if first >= 0 else ()
@@ -150,8 +153,9 @@ class SentencePieceTokenizer:
     def encode(self, text: str, limit: int) -> list[int]:
         """Return the ids of ``text``, at most ``limit``, without those of ``begin``.
 
-        :raises ConfigError: it needs more; the message says how many.
+        :raises ConfigError: it needs more; the message says how many. Or it is no UTF-8.
         """
+        _check_text(text)
         tokens: list[int] = self._model.encode(text)
         if len(tokens) > limit:
             raise ConfigError(f'text {text!r:.80} has {len(tokens)} tokens; give at most {limit}')
@@ -167,6 +171,17 @@ class SentencePieceTokenizer:
                 raise ConfigError(f'token {token} is outside the vocabulary of {self.vocab}')
         text: str = self._model.decode([int(token) for token in tokens])
         return text
+
+
+def _check_text(text: str) -> None:
+    """Verify that a text has bytes; raises ConfigError."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f'text {text!r:.80} cannot be encoded as UTF-8: {error.reason} at character '
+            f'{error.start}; leave it out'
+        ) from None
 
 
 def make_tokenizer(name: str) -> Tokenizer:

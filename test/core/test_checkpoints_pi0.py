@@ -4,6 +4,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+import json
 import math
 from pathlib import Path
 import re
@@ -220,6 +221,57 @@ def test_a_name_in_two_shards_is_refused(stored, tmp_path):
         save({'a': torch.zeros(1)}, tmp_path, f'{i}.safetensors')
     with pytest.raises(ConfigError, match="'a' twice"):
         SafetensorsReader(tmp_path)
+
+
+def sharded(stored: Tensors, folder: Path) -> list[Path]:
+    """Write a checkpoint in two shards and the index that names them."""
+    names = sorted(stored)
+    files = [f'model-0000{i}-of-00002.safetensors' for i in (1, 2)]
+    paths = [save({n: stored[n] for n in names[i::2]}, folder, f) for i, f in enumerate(files)]
+    record = {'metadata': {}, 'weight_map': {n: files[i % 2] for i, n in enumerate(names)}}
+    (folder / 'model.safetensors.index.json').write_text(json.dumps(record))
+    return paths
+
+
+def test_a_shard_that_the_index_names_and_nobody_copied_is_named(stored, expected, tmp_path):
+    shards = sharded(stored, tmp_path)
+    np.testing.assert_array_equal(actions_of(tmp_path), expected)
+    shards[1].unlink()
+    with pytest.raises(ConfigError, match=r"lack .*'model-00002-of-00002\.safetensors'.* index"):
+        SafetensorsReader(tmp_path)
+
+
+def test_an_index_of_shards_that_were_merged_since_does_not_matter(stored, expected, tmp_path):
+    for shard in sharded(stored, tmp_path):
+        shard.unlink()
+    save(stored, tmp_path)
+    np.testing.assert_array_equal(actions_of(tmp_path), expected)
+
+
+@pytest.mark.parametrize('text', [b'{', b'[]', b'{}', b'{"weight_map": 3}',
+                                  b'{"weight_map": {"a": 3}}'])
+def test_an_index_that_is_none_is_refused(stored, tmp_path, text):
+    save(stored, tmp_path)
+    (tmp_path / 'model.safetensors.index.json').write_bytes(text)
+    with pytest.raises(ConfigError, match=r'index\.json'):
+        SafetensorsReader(tmp_path)
+
+
+def test_a_pointer_that_git_left_in_a_files_place_is_called_so(tmp_path):
+    path = tmp_path / 'model.safetensors'
+    path.write_text('version https://git-lfs.github.com/spec/v1\noid sha256:a\nsize 5\n')
+    with pytest.raises(ConfigError, match=r'a Git LFS pointer.*git lfs pull'):
+        SafetensorsReader(tmp_path)
+
+
+def test_a_folder_whose_weights_lie_further_down_says_where(stored, tmp_path):
+    blob = save(stored, tmp_path, 'blob')
+    snapshot = tmp_path / 'models--a--b' / 'snapshots' / 'abc'
+    snapshot.mkdir(parents=True)
+    (snapshot / 'model.safetensors').symlink_to(blob)
+    assert set(SafetensorsReader(snapshot).shapes) == set(stored)
+    with pytest.raises(ConfigError, match=rf'no \.safetensors file; give {snapshot}'):
+        SafetensorsReader(tmp_path / 'models--a--b')
 
 
 def test_a_session_whose_weights_do_not_fit_is_not_made(stored, tmp_path):

@@ -145,6 +145,11 @@ def test_a_sentencepiece_file_comes_back_as_text_and_tells_its_content(model, tm
     assert make_tokenizer(str(copy)).identity != tokenizer.identity
 
 
+def test_a_text_that_utf8_has_no_bytes_for_is_refused(tokenizer):
+    with pytest.raises(ConfigError, match=r'cannot be encoded.*ud800'):
+        tokenizer.encode('go \ud800', 99)
+
+
 def test_a_text_or_token_that_does_not_fit_is_refused(model):
     tokenizer = make_tokenizer(str(model))
     with pytest.raises(ConfigError, match='at most 2'):
@@ -162,6 +167,9 @@ def test_files_that_are_no_tokenizer_are_refused(tmp_path):
                           (tmp_path, 'unknown'), ('a\0.model', 'cannot be read')):
         with pytest.raises(ConfigError, match=message):
             make_tokenizer(str(path))
+    bad.write_bytes(b'version https://git-lfs.github.com/spec/v1\n')
+    with pytest.raises(ConfigError, match=r'not a SentencePiece model.*git lfs pull'):
+        make_tokenizer(str(bad))
     bad.write_bytes(b'')
     with pytest.raises(ConfigError, match='not a SentencePiece model'):
         make_tokenizer(str(bad))
