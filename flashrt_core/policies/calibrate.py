@@ -19,6 +19,7 @@ from flashrt_core.command_line import check_output
 from flashrt_core.command_line import run
 from flashrt_core.command_line import whole_number
 from flashrt_core.errors import ConfigError
+from flashrt_core.policies.calibration import count_frames
 from flashrt_core.policies.calibration import FEWEST
 from flashrt_core.policies.calibration import read_frames
 from flashrt_core.policies.calibration import save_scales
@@ -40,10 +41,11 @@ def from_folder(
 
     :param states: a .npy file of joints [frames, state_dim] in their order; empty: the mean state.
     :param prompt: the task; a config without a tokenizer takes random token ids in its place.
-    :raises ConfigError: no usable pictures, states of another shape, or a prompt is missing.
+    :raises ConfigError: no usable pictures, more of one view than of another, states of another
+        shape, or a prompt is missing.
     """
     frames = read_frames(folder, c.views, c.vision.image_size)
-    count = min(map(len, frames.values()))
+    count = count_frames(frames)
     joints = _read_states(c, states, count)
     text = _prompt(c, prompt)
     return [

@@ -24,6 +24,8 @@ from numpy.typing import NDArray
 from flashrt_core.errors import BadEncoding
 from flashrt_core.errors import BadSize
 from flashrt_core.errors import ConfigError
+from flashrt_core.policies.arrays import is_array
+from flashrt_core.policies.arrays import shown
 from flashrt_core.policies.preprocess import letterbox
 
 FORMAT = 1
@@ -64,10 +66,7 @@ def check_frames(frames: Mapping[str, Sequence[Frame]], fewest: int = FEWEST) ->
     :raises ConfigError: too few, views of different counts, a dark or constant frame, or frames
         of a view that are all the same; naming view, frame and value.
     """
-    counts = {view: len(images) for view, images in frames.items()}
-    if not counts or len(set(counts.values())) != 1:
-        raise ConfigError(f'frames a view are {counts}; give every view as many')
-    count = next(iter(counts.values()))
+    count = count_frames(frames)
     if count < fewest:
         raise ConfigError(
             f'calibration has {count} frames a view; give at least {fewest}, from different '
@@ -82,9 +81,17 @@ def check_frames(frames: Mapping[str, Sequence[Frame]], fewest: int = FEWEST) ->
     return count
 
 
+def count_frames(frames: Mapping[str, Sequence[Frame]]) -> int:
+    """Return how many frames each view has; raises ConfigError where they differ."""
+    counts = {view: len(images) for view, images in frames.items()}
+    if not counts or len(set(counts.values())) != 1:
+        raise ConfigError(f'frames a view are {counts}; give every view as many')
+    return next(iter(counts.values()))
+
+
 def _check_frame(view: str, at: int, image: Frame) -> None:
-    if image.dtype != np.uint8:
-        raise BadEncoding(f'frame {at} of view {view!r} is {image.dtype}; give uint8 RGB')
+    if not is_array(image, np.uint8):
+        raise BadEncoding(f'frame {at} of view {view!r} is {shown(image)}; give uint8 RGB')
     if image.ndim != 3 or image.shape[2] != 3 or not image.size:
         raise BadSize(f'frame {at} of view {view!r} is {list(image.shape)}; give [H, W, 3]')
     mean, spread = float(image.mean()), float(image.std())

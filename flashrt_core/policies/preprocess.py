@@ -8,6 +8,8 @@ from numpy.typing import NDArray
 
 from flashrt_core.errors import BadEncoding
 from flashrt_core.errors import BadSize
+from flashrt_core.policies.arrays import is_array
+from flashrt_core.policies.arrays import shown
 
 MAX_SIDE = 16384
 
@@ -18,10 +20,10 @@ def letterbox(image: NDArray[np.uint8], size: int) -> NDArray[np.uint8]:
     uint8 [H, W, 3] -> a new uint8 [size, size, 3]; colours are not reordered. An odd pixel of
     padding goes below and to the right. Any thread. Source: openpi ``resize_with_pad``.
 
-    :raises BadEncoding: not uint8. :raises BadSize: not [H, W, 3], empty or too large.
+    :raises BadEncoding: no array of uint8. :raises BadSize: not [H, W, 3], empty or too large.
     """
-    if image.dtype != np.uint8:
-        raise BadEncoding(f'image is {image.dtype}; give uint8 RGB')
+    if not is_array(image, np.uint8):
+        raise BadEncoding(f'image is {shown(image)}; give uint8 RGB')
     if (
         image.ndim != 3
         or image.shape[2] != 3

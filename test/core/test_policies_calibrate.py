@@ -56,6 +56,13 @@ def test_pictures_come_with_their_states_and_the_task(tmp_path: Path) -> None:
     assert len(from_folder(replace(TINY, tokenizer=''), folder)[0].prompt) == 12
 
 
+def test_views_with_different_numbers_of_pictures_are_refused(tmp_path: Path) -> None:
+    folder = pictures(tmp_path / 'frames')
+    (folder / 'top' / '00.png').unlink()
+    with pytest.raises(ConfigError, match=r"'top': 7, 'wrist': 8.*give every view as many"):
+        from_folder(TINY, folder, prompt='go home')
+
+
 def test_what_does_not_fit_the_pictures_is_refused(tmp_path: Path) -> None:
     folder = pictures(tmp_path / 'frames')
     np.save(tmp_path / 'joints.npy', np.zeros((7, 4)))

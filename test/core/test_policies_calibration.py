@@ -53,6 +53,9 @@ def test_too_few_frames_and_foreign_arrays_are_refused() -> None:
     given['top'][1] = given['top'][1].astype(np.float32)
     with pytest.raises(BadEncoding, match="frame 1 of view 'top' is float32"):
         check_frames(given)
+    given['top'][1] = given['wrist'][1].tolist()
+    with pytest.raises(BadEncoding, match="frame 1 of view 'top' is a list"):
+        check_frames(given)
     given['top'][1] = np.zeros((24, 32), np.uint8)
     with pytest.raises(BadSize, match="frame 1 of view 'top'"):
         check_frames(given)

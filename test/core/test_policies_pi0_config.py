@@ -92,6 +92,7 @@ def test_a_mapping_overrides_single_values_of_its_base():
     ({'statistics': {'state_std': [1.0]}}, 'state_std has 1'),
     ({'statistics': {'action_std': [1.0, 1.0, 0.0, 1.0]}}, 'above 0'),
     ({'units': ['rad']}, 'units'),
+    ({'units': ['rad', 'deg C', '', 'probability']}, "'deg C'.*without spaces"),
     ({'views': ['top', 'state']}, 'another port'),
     ({'cpu_threads': -1}, 'cpu_threads'),
     ({'base': ['tiny']}, r"base \['tiny'\]"),

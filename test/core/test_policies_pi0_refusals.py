@@ -70,6 +70,7 @@ REFUSED: list[tuple[dict[str, Any], type[errors.FlashrtError], str]] = [
     ({'prompt': 5}, errors.ConfigError, 'a int'),
     ({'prompt': range(10**12)}, errors.ConfigError, 'at most 6'),
     ({'prompt': np.zeros((2, 2), int)}, errors.ConfigError, 'integer'),
+    ({'prompt': np.array(5)}, errors.ConfigError, r'int64 \[\]; give a sequence'),
     ({'subgoal': (1, (2,))}, errors.ConfigError, 'SubgoalWrite'),
     ({'noise': np.full((1, 8, 5), np.nan, np.float32)}, errors.ConfigError, 'NaN'),
 ]
@@ -95,10 +96,18 @@ def test_a_bad_input_is_refused_by_name_before_anything_runs(refusing, changes, 
     ((1,), (1,), (1, 2), 'branches'), ((1.5,), (1,), None, 'row 1.5'),
     (('x',), (1,), None, "row 'x'"), ((True,), (1,), None, 'row True'),
     ((1,), (1.5,), None, 'seed is 1.5'), ((1,), ('a',), None, "seed is 'a'"),
-    (1, (1,), None, 'rows is 1'), ((1,), 1, None, 'seeds is 1')])
+    (1, (1,), None, 'rows is 1'), ((1,), 1, None, 'seeds is 1'),
+    (np.array(1), (1,), None, 'rows is array'), ((1,), np.array(1), None, 'seeds is array'),
+    ((1, 2), (1, 2), np.array([1, -2]), 'branch is -2')])
 def test_bad_branches_are_refused(refusing, rows, seeds, branches, message):
     with pytest.raises(errors.ConfigError, match=message):
         refusing.set_branches(rows, seeds, branches)
+
+
+def test_branches_may_be_given_as_arrays(session):
+    session.set_branches(np.array([1, 2]), np.array([5, 6]), np.array([7, 8])).result(10)
+    assert session.buffers['seed'].tensor[1:3].tolist() == [5, 6]
+    assert session.buffers['branch'].tensor[1:3].tolist() == [7, 8]
 
 
 @pytest.mark.parametrize('row', [-1, 4, 'x', 1.0, None])

@@ -48,3 +48,6 @@ def test_what_is_no_rgb_image_is_refused():
     for shape in ((4, 4), (4, 4, 4), (0, 4, 3), (20000, 4, 3)):
         with pytest.raises(BadSize):
             letterbox(np.zeros(shape, np.uint8), 84)
+    for value in (None, [[1]], np.ma.masked_array(np.zeros((4, 4, 3), np.uint8))):
+        with pytest.raises(BadEncoding, match=type(value).__name__):
+            letterbox(value, 84)

@@ -53,12 +53,11 @@ def calibrate(
     c = replace(c, precision='', rows=1, row_keys=(1,), best_of_keys=())
     views: dict[str, list[Frame]] = {view: [] for view in c.views}
     for observation in observations:
+        check_input(observation, 1, c)
         for view, image in observation.images.items():
             if image is not None:
-                views.setdefault(view, []).append(image)
+                views[view].append(image)
     check_frames(views)
-    for observation in observations:
-        check_input(observation, 1, c)
     check_checkpoint(c)
     pi0_check_settings(c)
     c = pi0_statistics(c)

@@ -326,6 +326,9 @@ def check(c: Pi0Config) -> None:
         raise ConfigError(f'cpu_threads is {c.cpu_threads}; give 0 to 1024')
     if c.units and len(c.units) != c.action_dim:
         raise ConfigError(f'units has {len(c.units)} names; give {c.action_dim}, one an action')
+    for unit in c.units:  # a port has them as one text
+        if unit.split() != [unit]:
+            raise ConfigError(f'units holds {unit!r}; give names without spaces, 1 for none')
 
 
 def product_sizes(c: Pi0Config) -> set[int]:

@@ -14,6 +14,9 @@ from flashrt_core.errors import BadSize
 from flashrt_core.errors import ConfigError
 from flashrt_core.errors import ObservationMissing
 from flashrt_core.errors import ObservationNonFinite
+from flashrt_core.policies.arrays import is_array
+from flashrt_core.policies.arrays import is_sequence
+from flashrt_core.policies.arrays import shown
 from flashrt_core.policies.embeddings import Embedding
 from flashrt_core.policies.pi0 import layout
 from flashrt_core.policies.pi0.config import Pi0Config
@@ -50,8 +53,8 @@ def check_input(t: TickInput, rows: int, c: Pi0Config) -> None:
         _check_guidance(t.guidance, c)
     if t.noise is not None:
         shape = (rows, c.horizon, c.action_width)
-        if not _is(t.noise, np.float32) or t.noise.shape != shape:
-            raise ConfigError(f'noise is {_shown(t.noise)}; give float32 {list(shape)}')
+        if not is_array(t.noise, np.float32) or t.noise.shape != shape:
+            raise ConfigError(f'noise is {shown(t.noise)}; give float32 {list(shape)}')
         if not np.isfinite(t.noise).all():
             raise ConfigError('noise holds NaN or infinity; give finite values')
 
@@ -127,7 +130,7 @@ def _write_text(slot: np.ndarray, head: int, tokens: Sequence[int] | None) -> No
 
 def _check_images(t: TickInput, c: Pi0Config) -> None:
     if not isinstance(t.images, Mapping):
-        raise ConfigError(f'images are {_shown(t.images)}; give a mapping of views to arrays')
+        raise ConfigError(f'images are {shown(t.images)}; give a mapping of views to arrays')
     unknown = sorted(set(t.images) - set(c.views), key=str)
     if unknown:
         raise ConfigError(f'views {unknown} are unknown; this policy has {list(c.views)}')
@@ -136,8 +139,8 @@ def _check_images(t: TickInput, c: Pi0Config) -> None:
     if not given:
         raise ObservationMissing(f'no view has an image; give at least one of {list(c.views)}')
     for view, image in given.items():
-        if not _is(image, np.uint8):
-            raise BadEncoding(f'image {view!r} is {_shown(image)}; give uint8 RGB')
+        if not is_array(image, np.uint8):
+            raise BadEncoding(f'image {view!r} is {shown(image)}; give uint8 RGB')
         if image.shape != (side, side, 3):
             raise BadSize(
                 f'image {view!r} is {list(image.shape)}; give [{side}, {side}, 3], '
@@ -148,22 +151,10 @@ def _check_images(t: TickInput, c: Pi0Config) -> None:
 
 
 def _check_state(state: np.ndarray, c: Pi0Config) -> None:
-    if not _is(state, np.float32) or state.shape != (c.state_dim,):
-        raise BadJoints(f'state is {_shown(state)}; give float32 [{c.state_dim}]')
+    if not is_array(state, np.float32) or state.shape != (c.state_dim,):
+        raise BadJoints(f'state is {shown(state)}; give float32 [{c.state_dim}]')
     if not np.isfinite(state).all():
         raise ObservationNonFinite(f'state is {state.tolist()}; every value must be finite')
-
-
-def _is(value: object, dtype: type) -> bool:
-    """Whether a value is a whole numpy array of this dtype; a masked one has values missing."""
-    masked = isinstance(value, np.ma.MaskedArray)
-    return isinstance(value, np.ndarray) and not masked and value.dtype == dtype
-
-
-def _shown(value: object) -> str:
-    if type(value) is np.ndarray:
-        return f'{value.dtype} {list(value.shape)}'
-    return f'a {type(value).__name__}'
 
 
 def check_range(name: str, value: int, low: int, high: int) -> None:
@@ -180,7 +171,8 @@ def _check_guidance(value: float, c: Pi0Config) -> None:
             f'guidance is {value!r:.40}; this policy was bound without it: set guidance: true in '
             'its config'
         )
-    number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    number = isinstance(value, int | float | np.integer | np.floating)
+    number = number and not isinstance(value, bool)
     if not number or not 0.0 <= value <= GUIDANCE_LIMIT:
         raise ConfigError(f'guidance is {value!r:.40}; give a number from 0 to {GUIDANCE_LIMIT:g}')
 
@@ -188,7 +180,7 @@ def _check_guidance(value: float, c: Pi0Config) -> None:
 def _check_embedding(embedding: Embedding, c: Pi0Config) -> None:
     limit, width = c.subgoal_embedding_tokens, c.prefix.width
     if not isinstance(embedding, Embedding):
-        raise ConfigError(f'subgoal embedding is {_shown(embedding)}; give an Embedding of it')
+        raise ConfigError(f'subgoal embedding is {shown(embedding)}; give an Embedding of it')
     if not limit:
         raise ConfigError(
             f'subgoal has an embedding of {len(embedding)} rows; this policy was bound without: '
@@ -205,8 +197,8 @@ def _check_embedding(embedding: Embedding, c: Pi0Config) -> None:
 
 
 def _check_tokens(name: str, tokens: Sequence[int], limit: int, vocab: int) -> None:
-    if isinstance(tokens, str | bytes) or not isinstance(tokens, Sequence | np.ndarray):
-        raise ConfigError(f'{name} is {_shown(tokens)}; give a sequence of token ids')
+    if not is_sequence(tokens):
+        raise ConfigError(f'{name} is {shown(tokens)}; give a sequence of token ids')
     if len(tokens) > limit:
         raise ConfigError(f'{name} has {len(tokens)} tokens; this policy takes at most {limit}')
     for token in tokens:

@@ -20,6 +20,7 @@ from flashrt_core.errors import ConfigError
 from flashrt_core.errors import LaneError
 from flashrt_core.errors import LaneTimeout
 from flashrt_core.errors import MissingKey
+from flashrt_core.policies.arrays import is_sequence
 from flashrt_core.policies.pi0.config import Pi0Config
 from flashrt_core.policies.pi0.graphs import BEST
 from flashrt_core.policies.pi0.graphs import vision_label
@@ -185,8 +186,9 @@ class Pi0Session:
             so that equal seeds give equal chunks.
         :raises ConfigError: rows out of the bound or repeated, lengths that differ, a bad seed.
         """
-        for name, values in (('rows', rows), ('seeds', seeds), ('branches', branches or ())):
-            if not isinstance(values, Sequence | np.ndarray):
+        numbers = () if branches is None else branches
+        for name, values in (('rows', rows), ('seeds', seeds), ('branches', numbers)):
+            if not is_sequence(values):
                 raise ConfigError(f'{name} is {values!r:.80}; give a sequence of integers')
         chosen = [self._row(row) for row in rows]
         if len(set(chosen)) != len(chosen) or len(seeds) != len(chosen):
@@ -195,7 +197,7 @@ class Pi0Session:
             )
         if branches is not None and len(branches) != len(chosen):
             raise ConfigError(f'rows {list(rows)} with branches {list(branches)}; give one a row')
-        for name, values in (('seed', seeds), ('branch', branches or ())):
+        for name, values in (('seed', seeds), ('branch', numbers)):
             for value in values:
                 check_range(name, value, 0, 2**63 - 1)
 
