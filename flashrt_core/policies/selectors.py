@@ -65,7 +65,8 @@ SELECTORS: dict[str, Selector] = {'medoid': medoid, 'mean_nearest': mean_nearest
 def select(chunks: Tensor, name: str = 'medoid') -> Selection:
     """Score chunks [N, H, A] by the selector called ``name`` and choose one.
 
-    A chunk that is not finite is never chosen while another one is.
+    A chunk that is not finite is never chosen while another one is; the mean of the others stands
+    in its place for their scores and the spread.
 
     :raises ConfigError: an unknown name.
     """
@@ -73,6 +74,8 @@ def select(chunks: Tensor, name: str = 'medoid') -> Selection:
         raise ConfigError(f'selector {name!r} is unknown; choose from {sorted(SELECTORS)}')
     finite = chunks.flatten(1).isfinite().all(1)
     usable = torch.where(finite[:, None, None], chunks, torch.zeros_like(chunks))
+    mean = usable.sum(0) / finite.sum().clamp(min=1)
+    usable = torch.where(finite[:, None, None], chunks, mean)
     scores = SELECTORS[name](usable)
     scores = torch.where(finite, scores, torch.full_like(scores, -torch.inf))
     return Selection(scores, spread(usable), scores.argmax())

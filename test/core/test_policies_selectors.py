@@ -49,6 +49,16 @@ def test_a_chunk_that_is_not_finite_is_not_chosen(name):
     assert found.scores[0] == -np.inf
 
 
+@pytest.mark.parametrize('name', selectors.SELECTORS)
+def test_a_chunk_that_is_not_finite_counts_for_none_of_the_others(name):
+    chunks = draw(7) + 50.0
+    alone = selectors.select(chunks, name)
+    lost = torch.full_like(chunks[:1], float('nan'))
+    found = selectors.select(torch.cat([chunks, lost]), name)
+    assert int(found.selected) == int(alone.selected)
+    assert 0.5 < float(found.spread / alone.spread) <= 1.0
+
+
 def test_the_spread_has_the_unit_of_the_actions():
     chunks = draw(5)
     assert float(selectors.spread(chunks * 7)) == pytest.approx(7 * float(
