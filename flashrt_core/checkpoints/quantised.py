@@ -122,7 +122,12 @@ def _shape(packed: Packed, stored: dict[str, tuple[int, ...]]) -> tuple[int, ...
     for name in packed.others:
         if name not in stored:
             raise ConfigError(f'weights {packed.data!r} are quantised and {name!r} is missing')
-    N, width = stored[packed.data]
+    shape = stored[packed.data]
+    if len(shape) != 2:
+        raise ConfigError(
+            f'weight {packed.data!r} has shape {list(shape)} beside scales, which go with a '
+            'matrix; give a checkpoint of a known format')
+    N, width = shape
     K = width * {torch.uint8: 2, torch.int32: 8}.get(packed.dtype, 1)
     scale = stored[packed.others[0]]
     if packed.widen is _fp8_blocks:
@@ -137,6 +142,11 @@ def _shape(packed: Packed, stored: dict[str, tuple[int, ...]]) -> tuple[int, ...
         raise ConfigError(
             f'scales {packed.others[0]!r} have shape {list(scale)}, which does not fit weights '
             f'of {N} x {K}; give a checkpoint of a known format')
+    for name in () if packed.widen is _int4 else packed.others[1:]:
+        if stored[name] not in ((), (1,)):
+            raise ConfigError(
+                f'scales {name!r} have shape {list(stored[name])}, of which one value goes with '
+                'the whole weight; give a checkpoint of a known format')
     return N, K
 
 

@@ -158,6 +158,12 @@ def test_what_is_no_known_format_is_refused_by_name(tmp_path: Path) -> None:
     files = fp8_blocks('a.weight', weight)[0]
     assert "'a.weight_scale_inv' have shape [3]" in refusal(
         tmp_path, files | {'a.weight_scale_inv': torch.ones(3)})
+    assert "'a.weight' has shape [32, 8, 8]" in refusal(
+        tmp_path, {'a.weight': weight.to(E4M3).view(32, 8, 8), 'a.weight_scale': torch.ones(32)})
+    for encode, whole in ((nvfp4_modelopt, 'a.weight_scale_2'),
+                          (nvfp4_compressed, 'a.weight_global_scale')):
+        files = encode('a.weight', weight)[0]
+        assert f'{whole!r} have shape [4]' in refusal(tmp_path, files | {whole: torch.ones(4)})
     files = nvfp4_compressed('a.weight', weight)[0]
     files.pop('a.weight_scale')
     assert "'a.weight_scale' is missing" in refusal(tmp_path, files)
