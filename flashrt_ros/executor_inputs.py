@@ -100,4 +100,4 @@ class ExecutorInputs:
             self._node.count_refusal(error)
             self._node.outputs.event(
                 'refused', 'subgoal', {'code': error.code, 'message': str(error),
-                                       'sequence': message.sequence})
+                                       'sequence': message.sequence, 'text': message.text})

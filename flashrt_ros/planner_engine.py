@@ -59,6 +59,10 @@ class Link(Protocol):
         """
         ...
 
+    def check(self, sequence: int) -> None:
+        """Look after a subgoal that was accepted. :raises WrongState: nobody will tell of it."""
+        ...
+
 
 class PlannerEngine:
     """Drives one planner session."""
@@ -160,7 +164,8 @@ class PlannerEngine:
             self._end_old('superseded', 'a newer plan has taken its place')
             base = Base(0, 0) if request.dry_run else self._link.base()
             self._plans += 1
-            plan = self.plan = Plan(self._plans, request, self._write, tell)
+            plan = self.plan = Plan(
+                self._plans, request, self._write, tell, self._link.check)
             plan.base = base
             self._counters.add('plans')
             self._worker = threading.Thread(

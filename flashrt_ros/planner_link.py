@@ -14,6 +14,7 @@ that tells of the acceptance or refusal.
 
 from collections.abc import Callable
 from collections.abc import Mapping
+from dataclasses import astuple
 import json
 import queue
 import threading
@@ -26,6 +27,7 @@ from flashrt_core.errors import WrongState
 from flashrt_core.policies import Embedding
 from flashrt_ros import qos
 from flashrt_ros.conversions import float_field
+from flashrt_ros.conversions import stamp_to_ns
 from flashrt_ros.lifecycle import ACTIVE
 from flashrt_ros.lifecycle import INACTIVE
 from flashrt_ros.msg import Event
@@ -36,6 +38,7 @@ from flashrt_ros.srv import SetSubgoal
 
 Heard = Callable[[str, str, Mapping[str, Any]], None]  # kind, name, detail of an executor's event
 _CONFIGURED = (INACTIVE, ACTIVE)
+_KNOWS = (*_CONFIGURED, 'activating', 'deactivating')  # states in which a slot keeps its marks
 _LOOK_S = 0.02
 
 
@@ -43,6 +46,12 @@ class LinkTimeout(ServiceError):
     """The executor did not answer a subgoal."""
 
     code = 'executor_silent'
+
+
+def _check_known(base: Base, sequence: int) -> None:
+    if base.sequence < sequence:
+        raise WrongState(f'the executor was configured anew and knows nothing of subgoal '
+                         f'{sequence}; give the instruction again')
 
 
 class BoundLink:
@@ -89,6 +98,10 @@ class BoundLink:
         services.subgoal(Subgoal(sequence=sequence, episode=episode, text=text, priority=priority,
                                  deadline_s=float(deadline_s)), embedding)
 
+    def check(self, sequence: int) -> None:
+        """Look after a subgoal that was accepted. :raises WrongState: nobody will tell of it."""
+        _check_known(self.base(), sequence)
+
     def close(self) -> None:
         """Listen no more."""
         if self._tell in self._executor.outputs.listeners:
@@ -119,8 +132,10 @@ class RosLink:
         self._name = name = str(node.parameters['executor'])
         self._status: ExecutorStatus | None = None
         self._answered = threading.Condition()
-        self._answers: dict[int, str] = {}  # sequence -> '' accepted, or why not
-        self._awaited = 0
+        self._known = Base(0, 0)  # of what was heard last, status or event
+        self._event_ns = 0  # stamp of the newest event
+        self._awaited: Subgoal | None = None
+        self._answer: str | None = None  # '' accepted, or why not
         resolved = node.resolve_topic_name('subgoal')
         self._publisher = node.create_publisher(
             Subgoal, 'subgoal', qos.command(), qos_overriding_options=qos.overridable(),
@@ -132,7 +147,7 @@ class RosLink:
             node.create_subscription(Event, f'{name}/events', self._on_event, qos.record())]
 
     def base(self) -> Base:
-        """Return the executor's episode and mark, as its latched status says.
+        """Return the executor's episode and mark, as its status and events say.
 
         Waits for an executor that is being discovered; not on the spinning thread.
 
@@ -147,7 +162,23 @@ class RosLink:
             state = 'silent' if status is None else status.state
             raise WrongState(f'executor {self._node.resolve_topic_name(self._name)} is {state}; '
                              'start and configure it, or set the parameter executor')
-        return Base(status.episode, status.subgoal_requested, status.epoch)
+        return self._known
+
+    def check(self, sequence: int) -> None:
+        """Look after a subgoal that was accepted.
+
+        :raises WrongState: the executor is gone, or was configured anew: nobody will tell of it.
+        """
+        with self._answered:
+            status, known = self._status, self._known
+        state = 'silent' if status is None else status.state
+        if not self._node.count_publishers(self._made[0].topic_name):
+            state = 'gone'
+        if state not in _KNOWS:
+            raise WrongState(f'executor {self._node.resolve_topic_name(self._name)} is {state}; '
+                             f'what became of subgoal {sequence} is not known: start it and give '
+                             'the instruction again')
+        _check_known(known, sequence)
 
     def _met(self) -> bool:
         """Whether status, answers and subgoals can pass; a message sent before that is lost."""
@@ -176,17 +207,16 @@ class RosLink:
             self._call(message)
             return
         with self._answered:
-            self._awaited = sequence
-            self._answers.pop(sequence, None)
+            self._awaited, self._answer = message, None
         self._publisher.publish(message)
         limit = self._node.parameters['link_timeout_s']
         with self._answered:
-            told = self._answered.wait_for(lambda: sequence in self._answers, limit)
-            self._awaited = 0
-            reason = self._answers.pop(sequence, None)
-        if not told and self._status is not None and self._status.subgoal_requested == sequence:
+            self._answered.wait_for(lambda: self._answer is not None, limit)
+            self._awaited, reason = None, self._answer
+        if reason is None and self._status is not None and (
+                self._status.subgoal_requested == sequence):
             return  # accepted, and the event was sent before this node had been discovered
-        if not told or reason is None:
+        if reason is None:
             raise LinkTimeout(f'the executor has not told within {limit:g} s whether it accepts '
                               f'subgoal {sequence}; is it there, and listening on `subgoal`?')
         if reason:
@@ -214,8 +244,12 @@ class RosLink:
             raise SubgoalRefused(f'[{reply.code}] {reply.message}')
 
     def _on_status(self, message: ExecutorStatus) -> None:
+        told = Base(message.episode, message.subgoal_requested, message.epoch)
         with self._answered:
-            self._status = message
+            if message.state in _KNOWS and stamp_to_ns(message.header.stamp) <= self._event_ns:
+                # A status leaves a few ms late: what an event has told since counts on.
+                told = _newest(told, self._known)
+            self._status, self._known = message, told
             self._answered.notify_all()
 
     def _on_event(self, message: Event) -> None:
@@ -223,14 +257,24 @@ class RosLink:
             detail = json.loads(message.detail or '{}')
         except ValueError:
             detail = {}
+        sequence, accepted = int(detail.get('sequence', 0)), message.kind == 'subgoal'
         with self._answered:
-            if message.kind == 'subgoal':
-                self._answers[int(detail.get('sequence', 0))] = ''
-            elif message.kind == 'refused' and message.name == 'subgoal':
-                self._answers.setdefault(int(detail.get('sequence', 0)),
-                                         f'[{detail.get("code")}] {detail.get("message")}')
-            for old in [sequence for sequence in self._answers if sequence != self._awaited]:
-                del self._answers[old]
+            self._event_ns = stamp_to_ns(message.header.stamp)
+            self._known = _newest(self._known, Base(
+                message.episode, sequence if accepted else 0, message.epoch))
+            awaited = self._awaited
+            # Somebody else's subgoal may have taken the number first: theirs is another text.
+            if awaited is not None and (sequence, detail.get('text')) == (
+                    awaited.sequence, awaited.text):
+                if accepted:
+                    self._answer = ''
+                elif message.kind == 'refused' and message.name == 'subgoal' and (
+                        self._answer is None):
+                    self._answer = f'[{detail.get("code")}] {detail.get("message")}'
             self._answered.notify_all()
         self._heard(message.kind, message.name, {**detail, 'epoch': message.epoch})
 
+
+def _newest(one: Base, other: Base) -> Base:
+    """Return the higher of each: all of them only grow while an executor lives."""
+    return Base(*(max(pair) for pair in zip(astuple(one), astuple(other), strict=True)))

@@ -18,6 +18,7 @@ from flashrt_ros.subgoals import FAILED
 from flashrt_ros.subgoals import TIMED_OUT
 
 DECODING = ('restore', 'append', 'decode', 'rollback')
+_LOOK_S = 1.0  # how often a plan that hears nothing looks whether its executor is there
 
 
 @dataclass(frozen=True)
@@ -89,11 +90,12 @@ class Plan:
     """A plan under way. Its worker decodes and waits; any thread ends it or reports an outcome."""
 
     def __init__(self, number: int, request: PlanRequest, write: Write,
-                 tell: Callable[[Told], None]) -> None:
+                 tell: Callable[[Told], None], check: Callable[[int], None]) -> None:
         """Begin with nothing decoded.
 
         :param write: gives one subgoal to the executor; raises to refuse.
         :param tell: called with each piece of feedback, on the thread that made it happen.
+        :param check: raises where the executor does not know a written subgoal any more.
         """
         self.number, self.request = number, request
         self.times = Times()
@@ -107,7 +109,7 @@ class Plan:
         self._complete = False  # no more are decoded
         self._why: End | None = None
         self._heard: dict[int, str] = {}  # outcomes by sequence
-        self._write, self._tell = write, tell
+        self._write, self._tell, self._check = write, tell, check
         self._changed = threading.Condition()
         self._on_stop: list[Callable[[], object]] = []
 
@@ -193,14 +195,16 @@ class Plan:
         if not self.decoded.done():
             self.decoded.set_result(None)
 
-    def follow(self, timeout_s: float = 3600.0) -> Item | None:
+    def follow(self) -> Item | None:
         """Wait until all are done (None) or one is not (that one).
 
         Returns None as well when the plan is asked to end; see ``stopped``.
 
         :raises SubgoalRefused: the executor does not take the next one.
+        :raises WrongState: it is gone or was started anew, so nobody will tell an outcome.
         """
         while True:
+            told = True
             with self._changed:
                 if self._why is not None:
                     return None
@@ -211,9 +215,11 @@ class Plan:
                     return None
                 due = self._due() is not None
                 if not due:
-                    self._changed.wait(timeout_s)
+                    told = self._changed.wait(_LOOK_S)
             if due:
                 self.advance()
+            elif not told:
+                self._check(self.sequence)
 
     def begin_again(self) -> tuple[list[str], str]:
         """Forget what is not done; return what is, and what was not."""
