@@ -86,6 +86,8 @@ def make_folder(path: Path, what: str) -> None:
 def run(name: str, action: Callable[[], int], refused: int = 2) -> int:
     """Return what ``action`` does, ``refused`` and one line for what the user can mend, 130 for
     Ctrl-C.
+
+    That is a FlashrtError, what the file system refuses, and a package that is not installed.
     """
     try:
         return action()
@@ -96,6 +98,13 @@ def run(name: str, action: Callable[[], int], refused: int = 2) -> int:
         at = f' {error.filename}' if error.filename else ''
         print(f'{name}: the file system refuses{at}: {error.strerror or error}; check the path, '
               'its permissions and the free space [file]', file=sys.stderr)
+        return refused
+    except ModuleNotFoundError as error:
+        if (error.name or '').startswith('flashrt_'):
+            raise
+        print(f'{name}: {sys.executable} has no module {error.name!r}; activate the virtual '
+              'environment, or install there what requirements-gpu.txt names [module_missing]',
+              file=sys.stderr)
         return refused
     except KeyboardInterrupt:
         print(f'{name}: stopped', file=sys.stderr)

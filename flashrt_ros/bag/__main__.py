@@ -4,8 +4,8 @@ import argparse
 from collections.abc import Sequence
 import sys
 
+from flashrt_core.command_line import run
 from flashrt_core.errors import ConfigError
-from flashrt_core.errors import FlashrtError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,27 +20,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     record.add_argument('--storage', default='mcap', choices=('mcap', 'sqlite3'))
     replay = commands.add_parser('replay', help='replay bit for bit, without ROS')
     replay.add_argument('path')
+    choices = {'image-resize': ('letterbox', 'refuse'), 'device': ('auto', 'cpu', 'cuda')}
     for name in ('policy', 'policy-config', 'embodiment', 'image-resize', 'device'):
-        replay.add_argument(f'--{name}', help='instead of the recorded parameter')
+        replay.add_argument(f'--{name}', choices=choices.get(name),
+                            help='instead of the recorded parameter')
     compare = commands.add_parser('compare', help='compare the chunks of two recordings')
     compare.add_argument('first')
     compare.add_argument('second')
     given, rest = parser.parse_known_args(argv)
     if rest and given.command != 'record':
         parser.error(f'unknown arguments: {" ".join(rest)}')
-    try:
-        if given.command == 'record':
-            from flashrt_ros.bag.record import record as run
+    actions = {'record': lambda: _record(given, rest), 'replay': lambda: _replay(given),
+               'compare': lambda: _compare(given)}
+    return run(f'bag {given.command}', actions[given.command])
 
-            return run(given.path, given.executor, given.planner, given.storage, rest)
-        return _replay(given) if given.command == 'replay' else _compare(given)
-    except FlashrtError as error:
-        print(f'[{error.code}] {error}', file=sys.stderr)
-        return 2
+
+def _record(given: argparse.Namespace, ros_arguments: Sequence[str]) -> int:
+    from flashrt_ros.ros_environment import require_ros
+
+    require_ros()
+    from flashrt_ros.bag.record import record
+
+    return record(given.path, given.executor, given.planner, given.storage, ros_arguments)
 
 
 def _replay(given: argparse.Namespace) -> int:
-
     from flashrt_core.capsule import CapsuleStore
     from flashrt_core.policies import make_policy
     from flashrt_core.runtime import pick_backend

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from rosbags.rosbag2 import Reader
-from rosbags.rosbag2 import ReaderError
 import yaml
 
 from flashrt_core.errors import ConfigError
+from flashrt_core.errors import FlashrtError
 from flashrt_ros.bag.message_types import reading_typestore
 from flashrt_ros.conversions import stamp_to_ns
 
@@ -67,9 +67,12 @@ class Recording:
         try:
             with Reader(self.path) as reader:
                 self._read(reader)
-        except (ReaderError, OSError, KeyError, ValueError, yaml.YAMLError) as reason:
+        except FlashrtError:
+            raise
+        except Exception as reason:  # whatever damaged bytes lead the parsers to
             raise ConfigError(
-                f'recording {path} cannot be read ({reason}); give a rosbag2 folder'
+                f'recording {path} cannot be read ({str(reason) or type(reason).__name__}); give a '
+                'whole rosbag2 folder'
             ) from reason
 
     @property
@@ -91,7 +94,7 @@ class Recording:
         self._typestore = reading_typestore(reader.connections)
         custom = _custom_data(self.path)
         self.executor = custom.get(EXECUTOR_KEY) or _find_executor(reader.topics)
-        self.parameters = json.loads(custom.get(PARAMETERS_KEY, '{}'))
+        self.parameters = dict(json.loads(custom.get(PARAMETERS_KEY, '{}')))
         inputs: list[Any] = []
         chunks: dict[tuple[int, int], Any] = {}
         decode: Callable[[bytes, str], Any] = self._typestore.deserialize_cdr

@@ -23,20 +23,31 @@ class BagWriter:
         """Make the folder.
 
         :param storage: mcap or sqlite3.
-        :raises ConfigError: when the folder exists, cannot be made, or the storage is unknown.
+        :raises ConfigError: when the folder exists, cannot be made, the storage is unknown, or
+            the messages of this package are not installed.
         """
         if storage not in STORAGE:
             raise ConfigError(f'storage is {storage!r}; give one of {", ".join(STORAGE)}')
         self._path, self._storage = path, STORAGE[storage]
         self._entries: queue.SimpleQueue[tuple[str, str, int, bytes] | None] = queue.SimpleQueue()
         self._custom: dict[str, str] = {}
-        self._closed = False
+        self._closed = self._ended = False
         self._opened: Future[None] = Future()
         self._error: Exception | None = None
+        self._typestore = writing_typestore()
         # SQLite objects belong to the thread that made them: it opens, writes and closes.
         self._thread = threading.Thread(target=self._run, name='bag', daemon=True)
         self._thread.start()
         self._opened.result()
+
+    @property
+    def failed(self) -> bool:
+        """Whether the disk refused something, so that nothing is taken any more."""
+        return self._error is not None
+
+    def knows(self, kind: str) -> bool:
+        """Whether messages of ``package/msg/Name`` can be written."""
+        return kind in self._typestore.types
 
     def write(self, topic: str, kind: str, received_ns: int, data: bytes) -> None:
         """Queue one message; dropped after close. Any thread.
@@ -55,9 +66,9 @@ class BagWriter:
 
         :raises ConfigError: when the disk refused something; what was written before is kept.
         """
-        if self._closed:
+        if self._ended:
             return
-        self._closed = True
+        self._closed = self._ended = True
         self._entries.put(None)
         self._thread.join()
         if self._error is not None:
@@ -80,12 +91,12 @@ class BagWriter:
             return
         self._opened.set_result(None)
         connections: dict[str, Any] = {}
-        typestore = writing_typestore()
         try:
             while (entry := self._entries.get()) is not None:
                 topic, kind, received_ns, data = entry
                 if topic not in connections:
-                    connections[topic] = writer.add_connection(topic, kind, typestore=typestore)
+                    connections[topic] = writer.add_connection(
+                        topic, kind, typestore=self._typestore)
                 writer.write(connections[topic], received_ns, data)
         except Exception as error:
             self._error = error

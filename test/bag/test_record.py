@@ -28,8 +28,12 @@ from flashrt_ros.bag.recording import Recording
 from flashrt_ros.bag.replay import Replayer
 from flashrt_ros.bag.writer import BagWriter
 from flashrt_ros.embodiment import load_embodiment
+from flashrt_ros.main import EXIT_CONFIG
+from flashrt_ros.main import StopRequest
+from flashrt_ros.msg import CapsuleInfo
 from flashrt_ros.msg import Heartbeat
 from flashrt_ros.msg import Subgoal
+from flashrt_ros.msg import SubgoalOutcome
 
 pytestmark = [pytest.mark.bag, pytest.mark.ros]
 MESSAGES = Path(__file__).parents[2] / 'msg'
@@ -135,10 +139,13 @@ def ticked(running, more):
     ({'storage': 'zip'}, "storage is 'zip'"),
     ({'executor': 'executor'}, 'give its full name'),
     ({'planner': 'planner'}, "planner is 'planner'"),
+    ({'executor': '/my executor'}, "executor is '/my executor'; give its full name"),
+    ({'planner': '/2nd/planner'}, "planner is '/2nd/planner'"),
 ])
 def test_a_recorder_with_a_mistake_is_refused(tmp_path, options, message):
     with ros_graph() as graph, pytest.raises(ConfigError, match=message):
         Recorder(tmp_path / 'run', context=graph.context, **options)
+    assert not (tmp_path / 'run').exists()  # so that the corrected command finds room
 
 
 def test_a_folder_that_exists_is_not_overwritten(tmp_path):
@@ -168,3 +175,36 @@ def test_a_disk_that_refuses_is_told_at_close_and_what_was_written_is_kept(
     writer.write('/beat', kind, 7, data)
     with rosbag2.Reader(tmp_path / 'run') as reader:
         assert [stamp for _, stamp, _ in reader.messages()] == [5]
+
+
+def test_a_disk_that_refuses_ends_the_recorder_with_an_error(tmp_path, monkeypatch):
+    def write(self, connection, timestamp, data):
+        raise OSError('No space left on device')
+
+    monkeypatch.setattr(rosbag2.Writer, 'write', write)
+    stop = StopRequest()
+    with ros_graph() as graph:
+        recorder = graph.spin(Recorder(tmp_path / 'run', request=stop, context=graph.context))
+        talker = graph.node('talker')
+        publisher = talker.create_publisher(SubgoalOutcome, '/subgoal_outcome', 10)
+        wait_until(lambda: publisher.get_subscription_count(), 'the recorder to listen')
+        publisher.publish(SubgoalOutcome())
+        wait_until(stop.is_set, 'the recorder to ask for its end')
+        stop.exit_code = 0
+        assert recorder.stop(1.0) and stop.exit_code == EXIT_CONFIG
+
+
+def test_pictures_in_other_transports_and_foreign_types_do_not_end_a_recording(tmp_path):
+    with ros_graph() as graph:
+        recorder = graph.spin(Recorder(tmp_path / 'run', context=graph.context))
+        talker = graph.node('talker')
+        publishers = [talker.create_publisher(kind, topic, 10) for kind, topic in (
+            (CapsuleInfo, '/images/top/theora'), (CapsuleInfo, '/scene'),
+            (SubgoalOutcome, '/subgoal_outcome'))]
+        wait_until(lambda: publishers[2].get_subscription_count(), 'the recorder to listen')
+        for publisher, kind in zip(publishers, (CapsuleInfo, CapsuleInfo, SubgoalOutcome)):
+            publisher.publish(kind())
+        wait_until(lambda: recorder.counts.get('/subgoal_outcome'), 'a message to be recorded')
+        recorder.close()
+    with rosbag2.Reader(tmp_path / 'run') as reader:
+        assert [connection.topic for connection in reader.connections] == ['/subgoal_outcome']

@@ -18,6 +18,7 @@ from flashrt_core.policies import Embedding
 from flashrt_core.policies import SubgoalWrite
 from flashrt_ros.bag.__main__ import main
 from flashrt_ros.bag.compare import compare
+from flashrt_ros.bag.recording import PARAMETERS_KEY
 from flashrt_ros.bag.recording import Recording
 
 pytest.importorskip('flashrt_ros.msg')
@@ -233,6 +234,33 @@ def test_what_is_no_recording_is_refused(tmp_path):
     (tmp_path / 'metadata.yaml').write_text('a: [')
     with pytest.raises(ConfigError, match='cannot be read'):
         Recording(tmp_path)
+
+
+@pytest.mark.parametrize('damage', ['parameters', 'message', 'storage'])
+def test_a_damaged_recording_is_refused_in_one_line(tmp_path, capsys, damage):
+    with recorded(tmp_path / 'run') as run:
+        run.reset()
+        if damage == 'message':
+            run.connections['/arm1/executor/chunk'] = run.writer.add_connection(
+                '/arm1/executor/chunk', 'flashrt_ros/msg/ActionChunk', typestore=run.types)
+            run.writer.write(run.connections['/arm1/executor/chunk'], 1, b'\0\1\0\0\xff')
+        if damage == 'parameters':
+            run.writer.set_custom_data(PARAMETERS_KEY, '7')
+    if damage == 'storage':
+        about = tmp_path / 'run' / 'metadata.yaml'
+        about.write_text(about.read_text().replace('relative_file_paths:', 'other_paths:'))
+    for command in (['replay', str(tmp_path / 'run')],
+                    ['compare', str(tmp_path / 'run'), str(tmp_path / 'run')]):
+        assert main(command) == 2
+        told = capsys.readouterr().err
+        assert 'cannot be read' in told and len(told.splitlines()) == 1
+
+
+def test_a_mistake_in_what_replaces_a_parameter_is_refused(tmp_path, capsys):
+    for option in (['--image-resize', 'stretch'], ['--device', 'gpu']):
+        with pytest.raises(SystemExit):
+            main(['replay', str(tmp_path), *option])
+        assert 'choose from' in capsys.readouterr().err
 
 
 def test_two_recordings_of_the_same_run_are_equal_and_a_change_is_found(tmp_path):

@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+import importlib
 import os
 from pathlib import Path
 import signal
@@ -55,6 +57,24 @@ def test_a_mistake_is_one_line_and_a_status(capsys: pytest.CaptureFixture[str]) 
         'name: the file system refuses weights: No space left on device; check the path, its '
         'permissions and the free space [file]',
         'name: stopped']
+
+
+def _importing(name: str) -> Callable[[], int]:
+    def action() -> int:
+        importlib.import_module(name)
+        return 0
+
+    return action
+
+
+def test_a_package_that_is_not_installed_is_named_and_a_fault_of_our_own_is_not_hidden(
+        capsys: pytest.CaptureFixture[str]) -> None:
+    assert command_line.run('name', _importing('no_such_package')) == 2
+    told = capsys.readouterr().err
+    assert told.startswith('name: ') and "no module 'no_such_package'" in told
+    assert len(told.splitlines()) == 1
+    with pytest.raises(ModuleNotFoundError):
+        command_line.run('name', _importing('flashrt_core.no_such_room'))
 
 
 def test_a_first_interrupt_is_noted_and_a_second_one_interrupts() -> None:
