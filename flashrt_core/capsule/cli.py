@@ -7,6 +7,7 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
 from contextlib import contextmanager
+from contextlib import suppress
 import json
 import os
 from pathlib import Path
@@ -101,8 +102,10 @@ def _open(path: Path) -> Iterator[tuple[int, Header]]:
 
     :raises ConfigError: a directory. :raises CapsuleCorrupt: damaged, or no capsule at all.
     """
-    if path.is_dir():
-        raise ConfigError(f'{path} is a directory: name a file in it, or list it with `ls {path}`')
+    with suppress(OSError):  # opening it says why
+        if path.is_dir():
+            raise ConfigError(
+                f'{path} is a directory: name a file in it, or list it with `ls {path}`')
     directory = files.open_directory(path.parent)
     try:
         with files.opened(path.name, directory) as (fd, size):
@@ -257,7 +260,10 @@ def _export(options: argparse.Namespace) -> Answer:
     session, _, id = options.id.rpartition('@')  # as `ls` prints it
     session = options.session or session
     session = check_id(session, 'session name') if session else ''
+    if options.target.is_dir():
+        raise ConfigError(f'{options.target} is a directory: name a file in it')
     source = options.directory / files.file_name(session, check_id(id))
+    os.close(files.open_directory(options.directory))
     if not source.exists():
         held = sorted(path.stem for path in options.directory.glob(f'*{files.SUFFIX}'))[:16]
         raise CapsuleNotFound(

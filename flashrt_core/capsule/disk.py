@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections import OrderedDict
 from collections.abc import Callable
+from collections.abc import Iterator
 from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import ThreadPoolExecutor
@@ -46,6 +48,9 @@ class Stored:
 class DiskTier:
     """Files of one directory, oldest use first. All methods may be called from any thread.
 
+    While `lock` is held no file leaves. The ledger's lock may be taken under it, never the other
+    way about.
+
     :param quota_bytes: of all files together. :param max_age_s: older files go at the start (by
         their date) and at each save (by the time passed since); None keeps them.
     :param writable: False lists and loads only.
@@ -76,8 +81,9 @@ class DiskTier:
         self._event = event
         self._left = left
         self._pinned = pinned
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._files: OrderedDict[Key, Stored] = OrderedDict()
+        self._reading: Counter[Key] = Counter()
         self._reserved = 0
         self._fd = files.open_directory(directory, create=writable)
         self._writer = ThreadPoolExecutor(1, 'capsule-writer')
@@ -90,6 +96,8 @@ class DiskTier:
 
     def _scan(self) -> None:
         names = [name for name in os.listdir(self._fd) if name.endswith(files.SUFFIX)]
+        if len(names) > FILE_LIMIT:
+            self._event('skipped', '', f'{len(names)} files, of which {FILE_LIMIT} are listed')
         dated = []
         for name in names[:FILE_LIMIT]:
             with contextlib.suppress(OSError):
@@ -112,24 +120,24 @@ class DiskTier:
         now = time.monotonic()
         for key, stored in list(self._files.items()):
             age = now - stored.written_s
-            if age > self._max_age_s and not self._pinned(key):
+            if age > self._max_age_s and not self._held(key):
                 try:
                     self._leave(key, f'{age:.0f} s old, limit {self._max_age_s:.0f} s')
                 except CapsuleError as error:
                     self._event('expiry_failed', key[1], str(error))
 
     def __contains__(self, key: Key) -> bool:
-        with self._lock:
+        with self.lock:
             return key in self._files
 
     def stored(self) -> list[tuple[Key, Stored]]:
         """All files, oldest use first."""
-        with self._lock:
+        with self.lock:
             return list(self._files.items())
 
     def usage(self) -> tuple[int, int, int]:
         """(bytes used, bytes pinned, files)."""
-        with self._lock:
+        with self.lock:
             pinned = sum(s.file_bytes for k, s in self._files.items() if self._pinned(k))
             return self._used() + self._reserved, pinned, len(self._files)
 
@@ -144,22 +152,27 @@ class DiskTier:
     def reserve(self, header: Header) -> None:
         """Make room for a file under the quota, by dropping the least recently used unpinned.
 
-        :raises BudgetFull: what is left is pinned, or the file is larger than the quota or the
-            file system; nothing was dropped.
+        :raises BudgetFull: what is left is pinned or being read, or the file is larger than the
+            quota or the file system; nothing was dropped.
         """
         self.check_writable()
         asked = header.file_bytes
-        with self._lock:
+        with self.lock:
             self._expire()
-            loose = [key for key in self._files if not self._pinned(key)]
+            loose = [key for key in self._files if not self._held(key)]
             freed = sum(self._files[key].file_bytes for key in loose)
             used = self._used() + self._reserved
             if used - freed + asked > self.quota_bytes:
                 raise BudgetFull(
                     f'disk tier: {asked} bytes asked, {used - freed} of {self.quota_bytes} are '
-                    'pinned or being written: drop or unpin capsules, or raise the disk budget'
+                    'pinned, being read or written: drop or unpin capsules, or raise the disk '
+                    'budget'
                 )
-            system = os.fstatvfs(self._fd)
+            try:
+                system = os.fstatvfs(self._fd)
+            except OSError as error:
+                raise CapsuleError(f'disk tier: its file system does not answer: {error}; check '
+                                   'its disk') from error
             if asked > system.f_bavail * system.f_frsize + freed:
                 raise BudgetFull(
                     f'disk tier: {asked} bytes asked, the file system has '
@@ -174,20 +187,41 @@ class DiskTier:
     def save(
         self, key: Key, header: Header, data: Sequence[memoryview]
     ) -> Future[Stored]:
-        """Write in the background; `reserve` was called. `data` must stay until it is done."""
+        """Write in the background; `reserve` was called. `data` must stay until it is done.
+
+        :raises TierUnavailable: the store closes; the reservation is given back.
+        """
 
         def write() -> Stored:
             try:
                 done = files.save(self._fd, files.file_name(*key), header, data, replacing=False)
                 stored = Stored(done, done.file_bytes, time.monotonic())
-                with self._lock:
+                with self.lock:
                     self._files[key] = stored
                 return stored
             finally:
-                with self._lock:
+                with self.lock:
                     self._reserved -= header.file_bytes
 
-        return self._writer.submit(write)
+        try:
+            return self._writer.submit(write)
+        except RuntimeError:  # shut down since `reserve`
+            with self.lock:
+                self._reserved -= header.file_bytes
+            raise TierUnavailable('the capsule store is closed: make a new one') from None
+
+    @contextlib.contextmanager
+    def kept(self, key: Key) -> Iterator[None]:
+        """Keep a file that is about to be read from leaving for room or age."""
+        with self.lock:
+            self._reading[key] += 1
+        try:
+            yield
+        finally:
+            with self.lock:
+                self._reading[key] -= 1
+                if not self._reading[key]:
+                    del self._reading[key]
 
     def load(self, key: Key, expected: Header, into: Sequence[memoryview]) -> None:
         """Read a file's data into host memory, every digest checked.
@@ -204,11 +238,13 @@ class DiskTier:
                     raise CapsuleCorrupt(f'capsule file {name!r} changed since it was listed')
                 files.read_data(fd, header, into)
         except CapsuleNotFound:
-            with self._lock:
-                self._files.pop(key, None)
-            self._left(key, 'its file was deleted by someone else')
+            with self.lock:  # a newer one of that name may be listed by now
+                listed = self._files.get(key)
+                if listed is not None and listed.header.digests == expected.digests:
+                    del self._files[key]
+                    self._left(key, 'its file was deleted by someone else')
             raise
-        with self._lock:
+        with self.lock:
             if key in self._files:
                 self._files.move_to_end(key)
 
@@ -218,7 +254,7 @@ class DiskTier:
         :raises TierUnavailable: saving is not allowed, so nor is deleting.
         :raises CapsuleError: the system refused; the file stays listed.
         """
-        with self._lock:
+        with self.lock:
             self.check_writable()
             files.remove(self._fd, files.file_name(*key))
             self._files.pop(key, None)
@@ -229,6 +265,9 @@ class DiskTier:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
+
+    def _held(self, key: Key) -> bool:
+        return self._pinned(key) or key in self._reading
 
     def _check_open(self) -> None:
         if self._fd < 0:

@@ -179,12 +179,13 @@ def remove(directory: int, name: str) -> None:
 
 def clean_temporaries(directory: int) -> list[str]:
     """Delete what killed writers left; a temporary that a live writer locks is kept."""
+    flags = os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     removed = []
     for name in os.listdir(directory):
         if not (name.startswith('.') and name.endswith('.tmp') and SUFFIX in name):
             continue
         with contextlib.suppress(OSError):
-            fd = os.open(name, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
+            fd = os.open(name, flags, dir_fd=directory)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 os.unlink(name, dir_fd=directory)
@@ -196,36 +197,52 @@ def clean_temporaries(directory: int) -> list[str]:
 
 @contextlib.contextmanager
 def _temporary(directory: int, name: str, replacing: bool) -> Iterator[tuple[int, _Publish]]:
-    if not replacing:
-        _check_free(directory, name)
-    temporary = f'.{name}.{os.getpid()}-{next(_TEMPORARY)}.tmp'
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    fd = -1
-    publish = _Publish(directory, temporary, name, replacing)
+    publish: _Publish | None = None
     try:
-        fd = os.open(temporary, flags, 0o600, dir_fd=directory)
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        publish.fd = fd
-        yield fd, publish
+        _check_free(directory, name, replacing)
+        publish = _Publish(directory, *_created(directory, name), name, replacing)
+        yield publish.fd, publish
     except OSError as error:
         raise CapsuleError(
             f'capsule file {name!r} was not written: {error.strerror}; free space or check '
             'permissions, older capsules are untouched'
         ) from error
     finally:
-        if fd >= 0:
+        if publish is not None:
+            publish.close()
+
+
+def _created(directory: int, name: str) -> tuple[int, str]:
+    """A new temporary, locked, as (descriptor, name)."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    while True:
+        temporary = f'.{name}.{os.getpid()}-{next(_TEMPORARY)}.tmp'
+        try:
+            fd = os.open(temporary, flags, 0o600, dir_fd=directory)
+        except FileExistsError:  # of a process with this number: killed, or in another container
+            continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            os.lstat(temporary, dir_fd=directory)
+        except FileNotFoundError:  # swept before it was locked
             os.close(fd)
-        if not publish.done:
+        except BaseException:
+            os.close(fd)
             with contextlib.suppress(OSError):
                 os.unlink(temporary, dir_fd=directory)
+            raise
+        else:
+            return fd, temporary
 
 
 class _Publish:
     """Makes a temporary durable under its final name; the order is the promise of a save."""
 
-    def __init__(self, directory: int, temporary: str, name: str, replacing: bool) -> None:
-        self.fd = -1
-        self.done = False
+    def __init__(
+        self, directory: int, fd: int, temporary: str, name: str, replacing: bool
+    ) -> None:
+        self.fd = fd
+        self._done = False
         self._replacing = replacing
         self._directory = directory
         self._names = (temporary, name)
@@ -233,16 +250,22 @@ class _Publish:
     def __call__(self) -> None:
         os.fsync(self.fd)
         with _locked(self._directory):
-            if not self._replacing:
-                _check_free(self._directory, self._names[1])
+            _check_free(self._directory, self._names[1], self._replacing)
             os.rename(*self._names, src_dir_fd=self._directory, dst_dir_fd=self._directory)
-        self.done = True
+        self._done = True
         try:
             os.fsync(self._directory)
         except OSError:
             if not self._replacing:
                 os.unlink(self._names[1], dir_fd=self._directory)
             raise
+
+    def close(self) -> None:
+        """Close the file; a temporary that was not published goes."""
+        os.close(self.fd)
+        if not self._done:
+            with contextlib.suppress(OSError):
+                os.unlink(self._names[0], dir_fd=self._directory)
 
 
 @contextlib.contextmanager
@@ -257,11 +280,19 @@ def _locked(directory: int) -> Iterator[None]:
             fcntl.flock(directory, fcntl.LOCK_UN)
 
 
-def _check_free(directory: int, name: str) -> None:
-    """Raise CapsuleExists if anything has this name, links included."""
-    with contextlib.suppress(FileNotFoundError):
-        os.lstat(name, dir_fd=directory)
+def _check_free(directory: int, name: str, replacing: bool) -> None:
+    """Raise CapsuleExists if anything has this name, links included; CapsuleError for a device.
+
+    :param replacing: a regular file or a link may have it; a directory, pipe or device may not.
+    """
+    try:
+        mode = os.lstat(name, dir_fd=directory).st_mode
+    except FileNotFoundError:
+        return
+    if not replacing:
         raise CapsuleExists(f'capsule file {name!r} exists: drop it first or use another id')
+    if not stat.S_ISREG(mode) and not stat.S_ISLNK(mode):
+        raise CapsuleError(f'{name!r} is not a regular file and is not replaced: name a file')
 
 
 def _by_group(

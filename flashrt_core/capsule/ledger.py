@@ -181,7 +181,7 @@ class Ledger:
         while True:
             self._names += 1
             name = f'c{self._names:06d}'
-            if (session, name) not in self._capsules:
+            if (session, name) not in self._capsules and (session, name) not in self._claimed:
                 return name
 
     def add(self, capsule: Capsule) -> Capsule:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 from collections.abc import Sized
 from dataclasses import dataclass
+import math
 import time
 from typing import Any
 import weakref
@@ -99,6 +100,14 @@ class Live:
         except BaseException as error:
             raise self.poison(boundary, f'restore of {capsule.key[1]!r}', error) from error
         return copy_us
+
+    def replay(self, boundary: Boundary, capsule: Capsule, continuation: Continuation) -> bytes:
+        """Run a continuation on restored state; raises SessionPoisoned where it does not end."""
+        try:
+            return continuation.run()
+        except BaseException as error:
+            what = f'continuation of {capsule.key[1]!r}'
+            raise self.poison(boundary, what, error) from error
 
     def poison(self, boundary: Boundary, what: str, error: BaseException) -> SessionPoisoned:
         """Mark a session unusable and word the error to raise."""
@@ -210,10 +219,11 @@ def check_overrides(
 def _holds(dtype: torch.dtype, value: object) -> bool:
     """Whether a dtype holds a number as it is: no fraction into integers, nothing too large."""
     if dtype.is_floating_point:
+        if isinstance(value, float | np.floating) and not math.isfinite(value):
+            return math.isnan(value) or dtype != torch.float8_e4m3fn  # which has no infinity
         largest = torch.finfo(dtype).max
-        return isinstance(value, float | np.floating) or (
-            isinstance(value, int | np.integer) and -largest <= int(value) <= largest
-        )
+        return isinstance(value, int | float | np.integer | np.floating) and bool(
+            -largest <= value <= largest)
     if dtype == torch.bool:
         return isinstance(value, bool | np.bool_)
     limits = torch.iinfo(dtype)

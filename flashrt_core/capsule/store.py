@@ -152,14 +152,10 @@ class CapsuleStore:
             header = Header(info, packing.tensors, packing.nbytes)
             capsule = Capsule(key, header, thawed.place, pin)
             capsule.thawed = thawed
-            capsule.spill = wanted == 'disk'
-            self._ledger.add(capsule)
             if wanted == 'disk':
-                try:
-                    self._tiers.save(capsule)
-                except BaseException as error:
-                    self._tiers.forget(capsule, f'its file was refused: {error}')
-                    raise
+                self._tiers.begin_on_disk(capsule)
+            else:
+                self._ledger.add(capsule)
             return capsule.info
 
     def restore(
@@ -209,7 +205,7 @@ class CapsuleStore:
                     self._tiers.load(capsule)
                 copy_us = self._live.thaw(boundary, capsule, chosen, written, proof, finish)
                 if continuation is not None:
-                    found = continuation.run()
+                    found = self._live.replay(boundary, capsule, continuation)
                     self._live.thaw(boundary, capsule, chosen, written, proof, finish)
                     if found != continuation.expected:
                         raise CapsuleCorrupt(
@@ -267,7 +263,10 @@ class CapsuleStore:
             capsule = self._ledger.find(boundary.session if session is None else session, id)
             check_fits(boundary, capsule, numerics)
             if name not in capsule.peeked:
-                row = next(row for row in capsule.header.tensors if row.name == name)
+                row = next((row for row in capsule.header.tensors if row.name == name), None)
+                if row is None:
+                    raise ConfigError(f'capsule {id!r} has no state buffer {name!r}; it has '
+                                      f'{[entry.name for entry in boundary.entries]}')
                 with self._tiers.leased(capsule):
                     if capsule.place is None:
                         self._tiers.load(capsule)
@@ -396,9 +395,7 @@ class CapsuleStore:
     def pin(self, id: str, pinned: bool = True, session: str = '') -> CapsuleInfo:
         """Keep a capsule in its tier, or let it go again. A pin is never evicted."""
         with self._ledger.counted(id):
-            capsule = self._ledger.find(session, id)
-            capsule.pinned = bool(pinned)
-            return capsule.info
+            return self._tiers.pin(session, id, bool(pinned))
 
     def drop(self, id: str, session: str = '') -> None:
         """Delete a capsule and its file.
@@ -407,10 +404,7 @@ class CapsuleStore:
         :raises TierUnavailable: it has a file in a directory that may only be read.
         """
         with self._ledger.counted(id):
-            capsule = self._ledger.find(session, id)
-            if capsule.pinned:
-                raise CapsuleError(f'capsule {id!r} is pinned: unpin it before dropping it')
-            self._tiers.drop(capsule)
+            self._tiers.drop(self._ledger.find(session, id))
 
     def move(self, id: str, tier: str, session: str = '') -> CapsuleInfo:
         """Bring a capsule to another tier and wait; to disk, until its file is durable.

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future
+import contextlib
 from dataclasses import replace
 from typing import Any
 
 from ..errors import BudgetFull
 from ..errors import CapsuleError
 from ..errors import CapsuleNotFound
+from ..errors import FlashrtError
 from ..errors import TierUnavailable
 from ..runtime import Backend
 from .arena import Arena
@@ -149,15 +151,47 @@ class Tiers:
             capsule.place = None
         capsule.spill = False
 
+    def pin(self, session: str, capsule_id: str, pinned: bool) -> CapsuleInfo:
+        """Set a capsule's pin; nothing leaves a tier, and nobody drops it, while this is done."""
+        with self._files_stay(), self.ledger.lock:
+            capsule = self.ledger.find(session, capsule_id)
+            capsule.pinned = pinned
+            return capsule.info
+
     def drop(self, capsule: Capsule) -> None:
         """Delete a capsule and its file; if the file cannot be deleted, it stays as it is.
 
         Two calls may drop the same capsule while a third makes another one of its name: a file is
         deleted by the one that took it, and while its capsule is listed or the name is free.
+
+        :raises CapsuleError: it is pinned. A pin that comes meanwhile finds it gone.
         """
-        self._delete_file(capsule)
-        self.forget(capsule, 'it was dropped on request')
-        self._delete_file(capsule)  # a save ended in between
+        with self._files_stay():
+            if capsule.pinned:
+                raise CapsuleError(
+                    f'capsule {capsule.key[1]!r} is pinned: unpin it before dropping it')
+            self._delete_file(capsule)
+            self.forget(capsule, 'it was dropped on request')
+            self._delete_file(capsule)  # a save ended in between
+
+    def begin_on_disk(self, capsule: Capsule) -> None:
+        """Publish a new capsule in host memory whose file is being written, or none at all.
+
+        Nobody can pin or move what may still be refused, and its file is not listed before it.
+
+        :raises BudgetFull, CapsuleError: as `save`; its pages are given back.
+        """
+        capsule.spill = True
+        with self._files_stay():
+            try:
+                self.save(capsule)
+            except BaseException as error:
+                self.forget(capsule, f'its file was refused: {error}')
+                raise
+            self.ledger.add(capsule)
+
+    def _files_stay(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self.disk is None else self.disk.lock
 
     def _delete_file(self, capsule: Capsule) -> None:
         if not self.ledger.take_file(capsule):
@@ -189,11 +223,13 @@ class Tiers:
                 can = arena.pool.free + sum(c.place.pages for c in loose if c.place)
                 if can < pages:
                     pinned = sum(c.place.pages for c in held if c.pinned and c.place)
+                    used = arena.pool.count - can - pinned
                     unit = arena.page_bytes
                     raise BudgetFull(
                         f'{arena.tier} tier: {nbytes} bytes asked ({pages * unit} in pages), '
                         f'budget {arena.nbytes}, pinned {pinned * unit}, free or evictable '
-                        f'{can * unit}: unpin or drop capsules, or raise {arena.tier}_bytes'
+                        f'{can * unit}, being copied {used * unit}: unpin or drop capsules, '
+                        f'{"try again, " if used else ""}or raise {arena.tier}_bytes'
                     )
                 victim = loose[0]
                 victim.leases += 1
@@ -237,7 +273,7 @@ class Tiers:
             return
         try:
             self.save(victim).result()
-        except CapsuleError as error:
+        except FlashrtError as error:
             self.ledger.event('spill_failed', victim.key[1], str(error))
 
     def _copy(self, capsule: Capsule, to: Place) -> Place:
@@ -327,15 +363,20 @@ class Tiers:
         :raises CapsuleCorrupt: the file is not what was written; the capsule is then skipped.
         """
         arena = self.arena('disk')
-        if self.disk is None or not capsule.on_disk:
-            raise CapsuleNotFound(f'capsule {capsule.key[1]!r} lost its file; snapshot again')
-        place = self.room(arena, capsule.header.data_bytes, f'load of {capsule.key[1]!r}')
-        assert place is not None
-        try:
-            self.disk.load(capsule.key, capsule.header, arena.views(place))
-        except BaseException:
-            self.give(place)
-            raise
+        lost = f'capsule {capsule.key[1]!r} lost its file; snapshot again'
+        if self.disk is None:
+            raise CapsuleNotFound(lost)
+        # Kept first: what makes room for it in memory may go to disk, and need room there.
+        with self.disk.kept(capsule.key):
+            if not capsule.on_disk:
+                raise CapsuleNotFound(lost)
+            place = self.room(arena, capsule.header.data_bytes, f'load of {capsule.key[1]!r}')
+            assert place is not None
+            try:
+                self.disk.load(capsule.key, capsule.header, arena.views(place))
+            except BaseException:
+                self.give(place)
+                raise
         with self.ledger.lock:
             if capsule.place is not None:
                 arena.give(place)

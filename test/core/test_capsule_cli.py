@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 import subprocess
 import sys
@@ -200,3 +201,34 @@ def test_export_takes_the_name_that_ls_prints(
     assert run(capsys, 'verify', tmp_path / 'one.capsule')[0] == 0
     code, _, err = run(capsys, 'export', folder, 'robot@other', tmp_path / 'two.capsule')
     assert code == 2 and 'planner@other' in err
+
+
+def test_a_name_that_cannot_be_looked_up_does_not_keep_the_other_files_from_being_verified(
+        folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, 'verify', folder / ('x' * 300), folder / 'a.capsule')
+    assert code == 1 and 'too long' in out and 'a.capsule: ok' in out
+
+
+def test_export_says_that_its_directory_is_missing(
+        folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, 'export', folder / 'nowhere', 'a', folder / 'out')
+    assert code == 2 and 'nowhere' in err and 'No such file or directory' in err
+
+
+@pytest.mark.parametrize('force', [(), ('--force',)])
+@pytest.mark.parametrize('target', ['.', 'inner'])
+def test_export_to_a_directory_is_refused_and_writes_nothing(
+        folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+        target: str, force: tuple[str, ...]) -> None:
+    (folder / 'here' / 'inner').mkdir(parents=True)
+    monkeypatch.chdir(folder / 'here')
+    code, _, err = run(capsys, 'export', folder, 'a', target, *force)
+    assert code == 2 and 'is a directory' in err
+    assert [path.name for path in Path.cwd().rglob('*')] == ['inner']
+
+
+def test_force_replaces_no_pipe_or_device(
+        folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / 'pipe')
+    code, _, err = run(capsys, 'export', folder, 'a', tmp_path / 'pipe', '--force')
+    assert code == 2 and 'not a regular file' in err and (tmp_path / 'pipe').is_fifo()

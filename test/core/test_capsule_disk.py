@@ -157,7 +157,7 @@ def test_quota_drops_the_least_recently_used_file_and_pins_stay(
         store.restore(session.boundary, 'b')
     store.pin('c')
     store.snapshot(session.boundary, 'd')
-    with pytest.raises(BudgetFull, match='pinned or being written'):
+    with pytest.raises(BudgetFull, match='pinned, being read or written'):
         store.move('d', 'disk')
     assert store.get('d').tier == 'host' or store.get('d').tier == 'gpu'
     store.restore(session.boundary, 'd')

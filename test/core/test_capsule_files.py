@@ -322,3 +322,16 @@ def test_a_header_over_the_limit_is_refused_when_it_is_made(session: Session) ->
     rows = [container.TensorRow(f'{"n" * 200}{i}', 'U8', (0,), 0, 0) for i in range(6000)]
     with pytest.raises(ConfigError, match='limit'):
         container.header_for(info, rows, 0)
+
+
+def test_a_header_whose_canonical_form_would_pass_the_limit_is_refused(
+        good: bytes, session: Session, tmp_path: Path) -> None:
+    body, data = split(good)
+    levels = json.loads(body['__metadata__']['identity'])
+    levels['layout'] |= {f'field{at}': '\u00e9' * 4000 for at in range(120)}
+    body['__metadata__']['identity'] = json.dumps(levels, sort_keys=True, separators=(',', ':'))
+    spelled_short = split(sealed(body, data))[0]
+    spelled_short['__metadata__']['identity'] = json.dumps(levels, ensure_ascii=False)
+    raw = framed(json.dumps(spelled_short, ensure_ascii=False).encode(), data)
+    assert len(raw) - len(data) < MIB
+    assert 'canonical' in check_refused(tmp_path, raw, session)

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from flashrt_core.capsule import CapsuleStore
+from flashrt_core.capsule import Continuation
 from flashrt_core.capsule import Identity
 from flashrt_core.capsule import StoreEvent
 from flashrt_core.errors import BoundaryIncomplete
@@ -63,6 +64,48 @@ def test_an_override_that_the_buffer_cannot_hold_is_refused_before_the_copy(valu
     with pytest.raises(ConfigError, match='seed'):
         store.restore(session.boundary, 'a', overrides={'seed': [value]})
     assert session.boundary.poisoned is None and session.image() == before
+
+
+@pytest.mark.parametrize('value', [1e300, -1e300, 3.5e38, 10**400, 1j, np.complex64(1)])
+def test_an_override_beyond_the_range_of_a_float_buffer_is_refused_before_the_copy(
+        value: Any) -> None:
+    session, store = Session(cpu_backend()), small_store(cpu_backend())
+    session.fill(1)
+    store.snapshot(session.boundary, 'a')
+    session.fill(2)
+    before = session.image()
+    with pytest.raises(ConfigError, match='queue'):
+        store.restore(session.boundary, 'a', overrides={'queue': [value]})
+    assert session.boundary.poisoned is None and session.image() == before
+    for fine in (float('inf'), float('nan'), np.float64(2.5), 7):
+        store.restore(session.boundary, 'a', overrides={'queue': [fine]})
+
+
+def test_a_continuation_that_does_not_end_poisons() -> None:
+    session, store = Session(cpu_backend()), small_store(cpu_backend())
+    store.snapshot(session.boundary, 'a')
+
+    def run() -> bytes:
+        session.fill(2)
+        raise RuntimeError('half of it ran')
+
+    with pytest.raises(SessionPoisoned, match='half of it ran'):
+        store.restore(session.boundary, 'a', proof='replay', continuation=Continuation(run, b''))
+    with pytest.raises(SessionPoisoned):
+        session.boundary.check_usable()
+
+
+def test_a_look_at_a_buffer_that_is_not_there_names_those_that_are() -> None:
+    session, store = Session(cpu_backend()), small_store(cpu_backend())
+    store.snapshot(session.boundary, 'a')
+    with pytest.raises(ConfigError, match=r"'none'.*'seed'"):
+        store.peek(session.boundary, 'a', 'none')
+
+
+def test_a_name_that_is_being_made_is_not_given_to_another() -> None:
+    store = small_store(cpu_backend())
+    with store._ledger.claim('', 'c000001'), store._ledger.claim('', None) as key:
+        assert key == ('', 'c000002')
 
 
 @pytest.mark.parametrize('values', [5, None, iter([1])])
@@ -219,7 +262,7 @@ def test_a_capsule_in_use_is_no_room_for_another() -> None:
         thread = threading.Thread(target=another, daemon=True)
         thread.start()
         thread.join(20)
-        assert found and isinstance(found[0], BudgetFull)
+        assert found and isinstance(found[0], BudgetFull) and 'try again' in str(found[0])
     assert [info.id for info in store.list()] == ['a']
     store.snapshot(session.boundary, 'b')
 
