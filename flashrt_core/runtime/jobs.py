@@ -59,12 +59,20 @@ class LaneFuture(Future[T]):
         self._refuse_own_thread()
         return super().exception(timeout)
 
-    def tell_cancelled(self) -> None:
-        """Wake those who wait for a cancelled future in ``concurrent.futures.wait``; once."""
+    def begin(self) -> bool:
+        """Mark it as running; False where it was cancelled, or failed by close(), meanwhile."""
         with self._condition:
-            told, self._told = self._told, True
-        if not told:
-            self.set_running_or_notify_cancel()
+            if self.done():
+                self.tell_cancelled()
+                return False
+            return self.set_running_or_notify_cancel()
+
+    def tell_cancelled(self) -> None:
+        """Wake those who wait for it in ``concurrent.futures.wait`` if it was cancelled; once."""
+        with self._condition:
+            if self.cancelled() and not self._told:
+                self._told = True
+                self.set_running_or_notify_cancel()
 
     def _refuse_own_thread(self) -> None:
         if not self.done() and self._lane.on_thread:
@@ -108,7 +116,7 @@ def resolve(future: LaneFuture[Any], value: Any) -> None:
     try:
         future.set_result(value)
     except InvalidStateError:
-        pass
+        future.tell_cancelled()
 
 
 def reject(future: LaneFuture[Any], error: BaseException) -> None:
@@ -116,5 +124,4 @@ def reject(future: LaneFuture[Any], error: BaseException) -> None:
     try:
         future.set_exception(error)
     except InvalidStateError:
-        if future.cancelled():
-            future.tell_cancelled()
+        future.tell_cancelled()

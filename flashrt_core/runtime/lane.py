@@ -281,7 +281,7 @@ class Lane:
                     self._do_verb(job)
                 elif isinstance(job, Run):
                     self._do_run(job)
-                elif job.future.set_running_or_notify_cancel():
+                elif job.future.begin():
                     self._settle(job.future, job.fn)
                 with self._condition:
                     self._current = None
@@ -309,7 +309,7 @@ class Lane:
         for job in verb.dropped:
             reject(job.future, TickDropped(
                 f'plan {job.plan.name!r} was dropped before its first segment by {verb.name!r}'))
-        if not verb.future.set_running_or_notify_cancel():
+        if not verb.future.begin():
             self._free_verb()
             return
         self._settle(verb.future, verb.fn, self._free_verb)
@@ -363,8 +363,7 @@ class Lane:
             return
         total_us = (time.perf_counter() - started) * 1e6
         result = LaneResult(plan.name, segments_us, total_us, value)
-        if job.future.set_running_or_notify_cancel():
-            resolve(job.future, result)
+        resolve(job.future, result)
 
     def _cut_of(self, job: Run) -> Callable[[str], LaneError] | None:
         with self._condition:

@@ -303,6 +303,24 @@ def test_closing_does_not_wait_for_ever_for_a_stuck_segment(counter, host_lane):
     gate.set()
 
 
+@pytest.mark.parametrize('how', ['run', 'call', 'cancelled'])
+def test_work_that_ends_after_a_close_that_did_not_wait_changes_nothing(counter, host_lane, how):
+    gate, entered = threading.Event(), threading.Event()
+    if how == 'call':
+        host_lane.call(lambda: (entered.set(), gate.wait(WAIT_S)))
+        assert entered.wait(WAIT_S)
+    else:
+        tick, gate = started(counter, 2)
+        if how == 'cancelled':
+            tick.cancel()
+    with pytest.raises(LaneTimeout, match='did not end'):
+        host_lane.close(timeout_s=0.05)
+    fault = host_lane.fault
+    gate.set()
+    host_lane.close()
+    assert (host_lane.state, host_lane.fault) == ('wedged', fault)
+
+
 def test_a_lane_that_was_not_started_or_starts_twice_says_so():
     lane = Lane(cpu_backend(), 'idle')
     with pytest.raises(LaneClosed, match='new'):
