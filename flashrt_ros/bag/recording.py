@@ -71,8 +71,8 @@ class Recording:
             raise
         except Exception as reason:  # whatever damaged bytes lead the parsers to
             raise ConfigError(
-                f'recording {path} cannot be read ({str(reason) or type(reason).__name__}); give a '
-                'whole rosbag2 folder'
+                f'recording {path} cannot be read ({str(reason) or type(reason).__name__}); '
+                'give a whole rosbag2 folder'
             ) from reason
 
     @property
