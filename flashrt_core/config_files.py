@@ -63,6 +63,7 @@ def read_yaml(
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the mapping in a small JSON file; raises ConfigError."""
+    data = b''
     try:
         if path.stat().st_size > LIMIT_BYTES:
             raise ConfigError(f'{path} is larger than {LIMIT_BYTES} bytes; copy it again')

@@ -1,4 +1,4 @@
-"""What LeRobot wrote beside a Pi0 or Pi0.5 checkpoint and no weight tells: checked by name."""
+"""What LeRobot or openpi wrote beside a Pi0 or Pi0.5 checkpoint and no weight tells."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from flashrt_core.policies.pi0.config import Pi0Config
 
 RELATIVE = 'relative_actions_processor'
+HORIZONS = ('chunk_size', 'action_horizon')  # of LeRobot, and of openpi's conversion to PyTorch
 
 
 def pi0_check_settings(c: Pi0Config) -> None:
@@ -42,11 +43,12 @@ def _check_config(c: Pi0Config, path: Path) -> None:
         raise ConfigError(
             f'{path} is of {family!r}, the config is of {c.family!r}; give base: {family}'
         )
-    chunk = record.get('chunk_size')
-    if isinstance(chunk, int) and chunk != c.horizon:
-        raise ConfigError(
-            f'{path} has chunk_size {chunk}, horizon is {c.horizon}; set horizon to {chunk}'
-        )
+    for name in HORIZONS:
+        chunk = record.get(name)
+        if isinstance(chunk, int) and chunk != c.horizon:
+            raise ConfigError(
+                f'{path} has {name} {chunk}, horizon is {c.horizon}; set horizon to {chunk}'
+            )
 
 
 def _check_relative(c: Pi0Config, path: Path) -> None:

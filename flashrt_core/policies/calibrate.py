@@ -10,6 +10,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 import sys
+import zipfile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,7 +92,7 @@ def _read_states(c: Pi0Config, path: str | Path, count: int) -> NDArray[np.float
         states = np.load(path, allow_pickle=False)
         if not isinstance(states, np.ndarray):
             raise ValueError('it holds several arrays')
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise ConfigError(f'states {path} cannot be read as .npy: {error}') from error
     if states.dtype.kind not in 'fiu':
         raise ConfigError(f'states {path} are {states.dtype}; give real numbers')

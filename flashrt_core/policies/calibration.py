@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 import hashlib
 import json
-import math
 import os
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from flashrt_core.errors import BadSize
 from flashrt_core.errors import ConfigError
 from flashrt_core.policies.arrays import is_array
 from flashrt_core.policies.arrays import shown
+from flashrt_core.policies.normalise import LARGEST
 from flashrt_core.policies.preprocess import letterbox
 
 FORMAT = 1
@@ -193,6 +193,8 @@ def _read(path: Path) -> Scales:
     if not whole:
         raise ConfigError(f'scales {path} lack family, weights, frames or largest')
     for name, value in largest.items():
-        if type(value) not in (int, float) or not (math.isfinite(value) and value > 0):
-            raise ConfigError(f'scales {path}: {name} is {value!r}; a number above 0 is needed')
+        if type(value) not in (int, float) or not 0 < value <= LARGEST:
+            raise ConfigError(
+                f'scales {path}: {name} is {value!r:.40}; a number above 0 that float32 holds is '
+                f'needed: {REMEDY}')
     return Scales(record['family'], record['weights'], record['frames'], largest)

@@ -50,6 +50,7 @@ def test_settings_that_agree_pass(tmp_path):
     ({'type': 'pi0'}, CONFIG, "is of 'pi0', the config is of 'pi05'; give base: pi0"),
     ({'type': 'pi05'}, SMALL, "is of 'pi05', the config is of 'pi0'; give base: pi05"),
     ({'type': 'pi05', 'chunk_size': 50}, CONFIG, 'chunk_size 50, horizon is 8'),
+    ({'action_dim': 32, 'action_horizon': 15}, CONFIG, 'action_horizon 15, horizon is 8'),
 ])
 def test_another_family_or_chunk_is_refused(tmp_path, record, base, message):
     write(tmp_path, 'config.json', record)

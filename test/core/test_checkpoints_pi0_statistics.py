@@ -244,3 +244,5 @@ def test_a_statistics_file_that_is_not_there_is_named(tmp_path):
     for name in ('none.json', 'none.safetensors', 'none'):
         with pytest.raises(ConfigError, match=name):
             found(BARE, tmp_path, statistics_file=str(tmp_path / name))
+    with pytest.raises(ConfigError, match='null byte'):
+        found(BARE, tmp_path, statistics_file='a\0b.json')

@@ -103,3 +103,11 @@ def test_a_place_that_takes_no_file_and_joints_that_are_no_numbers_are_told_befo
     np.savez(tmp_path / 'joints.npz', a=np.zeros((8, 4)))
     with pytest.raises(ConfigError, match='it holds several arrays'):
         from_folder(TINY, folder, tmp_path / 'joints.npz', 'go home')
+
+
+@pytest.mark.parametrize('data', [b'', b'PK\x03\x04 cut off', b'no array', b'\x93NUMPY\x01'])
+def test_joints_in_a_damaged_file_are_refused(tmp_path: Path, data: bytes) -> None:
+    folder, states = pictures(tmp_path / 'frames'), tmp_path / 'joints.npy'
+    states.write_bytes(data)
+    with pytest.raises(ConfigError, match=r'joints\.npy cannot be read as \.npy'):
+        from_folder(TINY, folder, states, 'go home')

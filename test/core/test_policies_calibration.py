@@ -112,6 +112,9 @@ def test_scales_of_another_policy_are_refused(tmp_path: Path) -> None:
      'a is 0; a number above 0'),
     (json.dumps({'format': 1, 'family': 'pi0', 'weights': '', 'frames': 8,
                  'largest': {'a': float('nan')}}), 'a is nan; a number above 0'),
+    *((json.dumps({'format': 1, 'family': 'pi0', 'weights': '', 'frames': 8,
+                   'largest': {'a': value}}), 'a is 1.*; a number above 0 that float32 holds')
+      for value in (10**400, 1e300)),
 ])
 def test_damaged_scales_are_refused(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / 'scales.json'
