@@ -15,6 +15,7 @@ from rclpy.task import Future
 
 from flashrt_core.errors import FlashrtError
 from flashrt_core.errors import ParameterInvalid
+from flashrt_core.errors import WrongState
 from flashrt_ros.action import Plan as PlanAction
 from flashrt_ros.futures import run_in_thread
 from flashrt_ros.futures import wake
@@ -56,10 +57,16 @@ class PlanServer:
         try:
             self._node.frame.require((ACTIVE,), '~/plan')
             request = read_goal(goal.request)
-            plan: Plan = await run_in_thread(
-                self._node, lambda: self._begin(
-                    request, lambda told: self._tell(goal, told), goal.request.preempt), 'plan')
-            self._plans[key] = plan
+
+            def begin() -> Plan:
+                begun = self._plans[key] = self._begin(
+                    request, lambda told: self._tell(goal, told), goal.request.preempt)
+                # Cancelled while it waited for its turn: not only once this thread is heard.
+                if goal.is_cancel_requested:
+                    self._cancel(goal)
+                return begun
+
+            plan: Plan = await run_in_thread(self._node, begin, 'plan')
             if goal.is_cancel_requested:
                 self._cancel(goal)
             await self._end_of(plan)
@@ -88,7 +95,11 @@ class PlanServer:
                 'code': error.code, 'message': f'{error}; {self._node.now_text()}'})
 
     def _begin(self, request: PlanRequest, tell: Callable[[Told], None], preempt: bool) -> Plan:
-        plan: Plan = self._node.engine.start(request, tell, preempt)
+        engine = self._node.engine
+        if engine is None:
+            raise WrongState('a plan is refused: the planner is not configured; configure and '
+                             'activate it first')
+        plan: Plan = engine.start(request, tell, preempt)
 
         def ended(future: Ended[End]) -> None:
             end = future.result()
@@ -129,7 +140,8 @@ class PlanServer:
         return result
 
     def _tell(self, goal: ServerGoalHandle, told: Told) -> None:
-        plan = self._node.engine.plan if self._node.engine is not None else None
+        engine = self._node.engine
+        plan = None if engine is None else engine.plan
         self._tell_status(told)
         if told.phase == 'ready' or not goal.is_active:
             return

@@ -24,6 +24,7 @@ from flashrt_core.errors import FlashrtError
 from flashrt_core.errors import LaneBusy
 from flashrt_core.errors import LaneTimeout
 from flashrt_core.errors import TickDropped
+from flashrt_core.errors import WrongState
 from flashrt_core.planners.protocol import Session
 from flashrt_ros.planner_language import Language
 from flashrt_ros.planner_plan import Base
@@ -92,6 +93,7 @@ class PlannerEngine:
         self.plan: Plan | None = None  # the newest
         self._plans = 0
         self._worker: threading.Thread | None = None
+        self._closed = False
         self._verb = threading.Lock()  # held by whoever changes the session's state
         self.context_tokens = 0
         self.epoch = 0  # restores and rollbacks asked for from outside
@@ -154,11 +156,13 @@ class PlannerEngine:
         """Begin a plan; ends the one that is carried out. Any thread; waits for the old one's end.
 
         :raises LaneBusy: one runs and ``preempt`` is False, or a capsule verb does.
-        :raises WrongState: the executor cannot take subgoals.
-        :raises ParameterInvalid: an instruction that is empty or too long.
+        :raises WrongState: the executor cannot take subgoals, or the planner was deactivated.
+        :raises ParameterInvalid: an instruction that is empty or too long, or such a scene.
         """
-        self.language.check(request.instruction, request.scene)
+        self.language.check(request.instruction, request.scene or self._scene())
         with self._lock:
+            if self._closed:
+                raise WrongState('a plan is refused: the planner is not active; activate it first')
             if self.busy and not preempt:
                 raise LaneBusy(f'{self.busy}; wait for its result, cancel it, or ask with preempt')
             self._end_old('superseded', 'a newer plan has taken its place')
@@ -180,9 +184,14 @@ class PlannerEngine:
             return False
         return plan.stop(code, message)
 
+    def open(self) -> None:
+        """Take plans again after ``close``."""
+        self._closed = False
+
     def close(self) -> None:
-        """End the plan that runs and wait for its worker."""
+        """End the plan that runs and wait for its worker; no other one begins."""
         with self._lock:
+            self._closed = True
             self._end_old('cancelled', 'the node ends')
 
     def _end_old(self, code: str, message: str) -> None:
@@ -222,8 +231,10 @@ class PlannerEngine:
             with self._session_for('a plan'):
                 able = self._decode(plan, done, failed)
             if not able:
+                more = (f'{len(done)} subgoals were done and {failed!r} was not' if plan.replans
+                        else 'nothing was written, see its grammar')
                 return End('cannot', f'the planner cannot do {plan.request.instruction!r:.200}; '
-                           'nothing was written, see its grammar')
+                           + more)
             if plan.request.dry_run:
                 return plan.stopped or End('ok', f'{len(plan.items)} subgoals, none written')
             plan.enter('execute')
@@ -248,8 +259,9 @@ class PlannerEngine:
         times = plan.times = Times(context_tokens=self.context_tokens)
         begun = time.perf_counter()
         plan.enter('restore')
-        tokens = self.language.request(
-            plan.request.instruction, plan.request.scene or self._scene(), done, failed)
+        scene = plan.request.scene or self._scene()
+        self.language.check(plan.request.instruction, scene)  # it may be a newer scene
+        tokens = self.language.request(plan.request.instruction, scene, done, failed)
         times.prompt_tokens = len(tokens)
         try:
             self._take_in(tokens, plan, times)

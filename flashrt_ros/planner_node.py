@@ -116,6 +116,8 @@ class PlannerNode(SessionNode):
 
     def activate(self) -> None:
         """Take goals; between the executor's ticks from now on."""
+        assert self.engine is not None
+        self.engine.open()
         if self._executor is not None:
             self._executor.admit_through(self.admission)
 
@@ -140,8 +142,9 @@ class PlannerNode(SessionNode):
     def stop(self, timeout_s: float) -> bool:
         """End in order; False when a transition did not end in time."""
         self._ending = True
-        if self.engine is not None:
-            self.engine.stop('cancelled', 'the node ends')
+        engine = self.engine
+        if engine is not None:
+            engine.stop('cancelled', 'the node ends')
         ended = self.finish(timeout_s + self.parameters['shutdown_timeout_s'])
         self.frame.close()
         self.link.close()
@@ -163,7 +166,8 @@ class PlannerNode(SessionNode):
     @property
     def epoch(self) -> int:
         """Restores and rollbacks that were asked for."""
-        return 0 if self.engine is None else self.engine.epoch
+        engine = self.engine  # read once: a cleanup may run beside
+        return 0 if engine is None else engine.epoch
 
     def now_text(self) -> str:
         """Return in words where the node stands, the end of every reply."""
@@ -186,9 +190,9 @@ class PlannerNode(SessionNode):
             if not plan.is_own(sequence):
                 what = 'an interrupt' if detail.get('interrupt') else 'a subgoal of somebody else'
                 plan.stop('superseded', f'{what}, subgoal {sequence}, has taken its place')
-        elif kind in ('reset', 'restore', 'rollback'):
+        elif kind in ('reset', 'restore', 'rollback', 'fork'):
             if int(detail['epoch']) <= plan.base.epoch:
-                return  # heard late: the plan began after it
+                return  # heard late: the plan began after it; or a fork that has restored nothing
             plan.stop('superseded', f'the executor was put back ({kind} {name})')
         elif (outcome := kind.removeprefix('subgoal_')) in OUTCOMES:
             plan.outcome(int(name), 0, outcome, str(detail.get('message', '')))

@@ -143,9 +143,11 @@ class Plan:
         return self._why
 
     def end_now(self) -> End:
-        """Return how it ended; a plan that is decoded and goes on is well so far."""
+        """Return how it ended or is to end; one that is decoded and goes on is well so far."""
         if self.ended.done():
             return self.ended.result()
+        if (why := self._why) is not None:
+            return why
         return End('ok', f'{len(self.items)} subgoals, carried out one after the other')
 
     # -- ending it: any thread ------------------------------------------------------------------
