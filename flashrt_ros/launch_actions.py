@@ -5,9 +5,12 @@ Parameter files come first and arguments second, so that what is given on the co
 
 from collections.abc import Iterable
 from collections.abc import Sequence
+from pathlib import Path
+import sys
 from typing import Any
 
 from launch.actions import DeclareLaunchArgument
+from launch.actions import OpaqueFunction
 from launch.actions import SetEnvironmentVariable
 from launch.substitutions import LaunchConfiguration
 from launch.substitutions import PathJoinSubstitution
@@ -15,8 +18,28 @@ from launch_ros.actions import Node
 from launch_ros.parameter_descriptions import ParameterValue
 from launch_ros.substitutions import FindPackageShare
 
+from flashrt_core.errors import ConfigError
 from flashrt_ros.launch_arguments import Argument
+from flashrt_ros.launch_arguments import refusal_of_unknown
 from flashrt_ros.launch_arguments import TRUTH
+from launch import LaunchContext
+from launch import LaunchDescription
+
+
+def described(file: str, *actions: Any) -> LaunchDescription:
+    """Return the description of a launch file, which refuses arguments that it does not declare.
+
+    :param file: its ``__file__``.
+    """
+    names = [argument.name for argument in LaunchDescription(actions).get_launch_arguments()]
+
+    def check(context: LaunchContext) -> None:
+        """:raises ConfigError: naming the argument and the nearest one."""
+        refusal = refusal_of_unknown(Path(file).name, names, context.argv, sys.argv)
+        if refusal:
+            raise ConfigError(refusal)
+
+    return LaunchDescription([OpaqueFunction(function=check), *actions])
 
 
 def declared(arguments: Iterable[Argument]) -> list[DeclareLaunchArgument]:

@@ -4,6 +4,11 @@ A default of None means that the argument must be given. Free of ``launch``, so 
 read where it is not installed.
 """
 
+from collections.abc import Iterable
+from collections.abc import Sequence
+from difflib import get_close_matches
+from pathlib import Path
+
 Argument = tuple[str, str | None, str, tuple[str, ...] | None]
 TRUTH = ('true', 'false')
 
@@ -47,3 +52,24 @@ def changed(arguments: tuple[Argument, ...], **defaults: str | None) -> tuple[Ar
     """Return the arguments with other defaults for some of them."""
     return tuple((name, defaults.get(name, default), text, choices)
                  for name, default, text, choices in arguments)
+
+
+def refusal_of_unknown(file: str, names: Sequence[str], given: Iterable[str],
+                       command_line: Iterable[str]) -> str:
+    """Return what to say of an argument that a launch file does not declare, '' if there is none.
+
+    launch itself ignores it: a robot with a mistyped namespace would share another one's topics.
+
+    :param given: ``name:=value`` of the command line, as launch has taken them from there.
+    :param command_line: all of it; where it does not name ``file``, that is included by another
+        launch file, whose arguments these are.
+    """
+    if not any(Path(word).name == file for word in command_line):
+        return ''
+    for name in (word.partition(':=')[0] for word in given if ':=' in word):
+        if name not in names:
+            close = get_close_matches(name, names, 1)
+            return (f'argument {name!r:.80} is none of {file}'
+                    + (f', did you mean {close[0]}?' if close else '')
+                    + f'; it takes {", ".join(sorted(names))}, --show-args describes them')
+    return ''

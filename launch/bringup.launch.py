@@ -7,6 +7,7 @@ segments run only where they end before the executor's next tick is due.
 from launch.substitutions import LaunchConfiguration
 
 from flashrt_ros.launch_actions import declared
+from flashrt_ros.launch_actions import described
 from flashrt_ros.launch_actions import large_messages
 from flashrt_ros.launch_actions import parameter_file
 from flashrt_ros.launch_actions import process
@@ -32,10 +33,11 @@ def generate_launch_description() -> LaunchDescription:
         for name in names
         for part in ('-p', [f'{node}:{name}:=', LaunchConfiguration(name)])
     ]
-    return LaunchDescription([
+    return described(
+        __file__,
         *declared(ARGUMENTS),
         *(parameter_file(node, file) for node, file in zip(PARAMETERS, files, strict=True)),
         large_messages(),
         # No `name`: it would rename both nodes of the process.
         process('bringup', files, given),
-    ])
+    )

@@ -4,11 +4,12 @@ The demo starts the robot, and executor and planner in one process, on a domain 
 in lock-step it is their clock; this file is the way in for those who launch everything.
 """
 
-from launch.actions import DeclareLaunchArgument
 from launch.actions import Shutdown
 from launch.substitutions import LaunchConfiguration
 from launch_ros.actions import Node
 
+from flashrt_ros.launch_actions import declared
+from flashrt_ros.launch_actions import described
 from launch import LaunchDescription
 
 ARGUMENTS = (
@@ -23,10 +24,6 @@ ARGUMENTS = (
 
 def generate_launch_description() -> LaunchDescription:
     """Declare the arguments, run the demo, shut down when it has ended."""
-    declared = [
-        DeclareLaunchArgument(name, default_value=default, description=text, choices=choices)
-        for name, default, text, choices in ARGUMENTS
-    ]
     demo = Node(
         package='flashrt_ros',
         executable='demo',
@@ -45,4 +42,4 @@ def generate_launch_description() -> LaunchDescription:
         emulate_tty=True,
         on_exit=Shutdown(reason='the demo has ended'),
     )
-    return LaunchDescription([*declared, demo])
+    return described(__file__, *declared(ARGUMENTS), demo)

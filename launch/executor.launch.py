@@ -1,6 +1,7 @@
 """Start one executor: ``ros2 launch flashrt_ros executor.launch.py namespace:=arm1``."""
 
 from flashrt_ros.launch_actions import declared
+from flashrt_ros.launch_actions import described
 from flashrt_ros.launch_actions import large_messages
 from flashrt_ros.launch_actions import overrides
 from flashrt_ros.launch_actions import parameter_file
@@ -20,5 +21,5 @@ PARAMETERS = (*POLICY_PARAMETERS, *START_PARAMETERS)
 def generate_launch_description() -> LaunchDescription:
     """Declare the arguments and start the node."""
     executor = process('executor', name='executor', parameters=[overrides(ARGUMENTS, PARAMETERS)])
-    return LaunchDescription(
-        [*declared(ARGUMENTS), parameter_file('executor'), large_messages(), executor])
+    return described(
+        __file__, *declared(ARGUMENTS), parameter_file('executor'), large_messages(), executor)

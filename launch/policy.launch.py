@@ -6,6 +6,7 @@ which licence; ``checkpoint:=random`` measures without one.
 """
 
 from flashrt_ros.launch_actions import declared
+from flashrt_ros.launch_actions import described
 from flashrt_ros.launch_actions import large_messages
 from flashrt_ros.launch_actions import overrides
 from flashrt_ros.launch_actions import parameter_file
@@ -36,5 +37,5 @@ PARAMETERS = (*POLICY_PARAMETERS, 'prompt', 'fit_to_robot', *START_PARAMETERS)
 def generate_launch_description() -> LaunchDescription:
     """Declare the arguments and start the executor."""
     executor = process('executor', name='executor', parameters=[overrides(ARGUMENTS, PARAMETERS)])
-    return LaunchDescription(
-        [*declared(ARGUMENTS), parameter_file('executor'), large_messages(), executor])
+    return described(
+        __file__, *declared(ARGUMENTS), parameter_file('executor'), large_messages(), executor)

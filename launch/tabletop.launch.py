@@ -4,6 +4,7 @@ from launch.substitutions import LaunchConfiguration
 from launch_ros.parameter_descriptions import ParameterValue
 
 from flashrt_ros.launch_actions import declared
+from flashrt_ros.launch_actions import described
 from flashrt_ros.launch_actions import parameter_file
 from flashrt_ros.launch_actions import process
 from flashrt_ros.launch_arguments import NAMESPACE
@@ -25,4 +26,4 @@ def generate_launch_description() -> LaunchDescription:
     # Without a type: a value of the wrong one is refused by the node, which says what it takes.
     given = {name: ParameterValue(LaunchConfiguration(name)) for name in PARAMETERS}
     robot = process('tabletop', name='tabletop', parameters=[given])
-    return LaunchDescription([*declared(ARGUMENTS), parameter_file('tabletop'), robot])
+    return described(__file__, *declared(ARGUMENTS), parameter_file('tabletop'), robot)

@@ -6,6 +6,7 @@ keeps the planner's work away from the executor's ticks, which two processes can
 """
 
 from flashrt_ros.launch_actions import declared
+from flashrt_ros.launch_actions import described
 from flashrt_ros.launch_actions import large_messages
 from flashrt_ros.launch_actions import overrides
 from flashrt_ros.launch_actions import parameter_file
@@ -37,4 +38,4 @@ def generate_launch_description() -> LaunchDescription:
             parameter_file(name, file),
             process(name, [file], name=name, parameters=[overrides(ARGUMENTS, names)]),
         ]
-    return LaunchDescription(actions)
+    return described(__file__, *actions)

@@ -4,9 +4,11 @@ import ast
 import importlib.util
 from pathlib import Path
 import re
+import sys
 
 import pytest
 
+from flashrt_core.errors import ConfigError
 from flashrt_ros import launch_arguments
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -109,6 +111,32 @@ def test_parameter_files_are_keyed_so_that_a_namespace_does_not_hide_them():
         keys = re.findall(r'^(\S+):', text, re.M)
         assert keys, path.name
         assert all(re.fullmatch(r'/\*\*/\w+', key) for key in keys), path.name
+
+
+@pytest.mark.parametrize(('given', 'remedy'), [
+    ('nmespace:=arm1', 'did you mean namespace?'), ('colour:=red', '--show-args'),
+    ('Namespace:=arm1', 'did you mean namespace?'), (':=arm1', 'it takes namespace, seed')])
+def test_an_argument_that_a_launch_file_does_not_declare_is_refused_with_the_nearest_one(
+        given, remedy):
+    line = ['/opt/bin/ros2', 'launch', 'flashrt_ros', 'tabletop.launch.py', 'seed:=1', given]
+    refusal = launch_arguments.refusal_of_unknown
+    text = refusal('tabletop.launch.py', ['namespace', 'seed'], line[4:], line)
+    assert remedy in text and given.partition(':=')[0] in text and 'seed' in text
+    assert not refusal('tabletop.launch.py', ['namespace', 'seed'], ['seed:=a:=b'], line)
+    line[3] = 'two_robots.launch.py'
+    assert not refusal('tabletop.launch.py', ['seed'], line[4:], line), (
+        'included, and the arguments are those of the file that does so')
+
+
+@pytest.mark.parametrize('path', FILES, ids=lambda p: p.name)
+def test_a_mistyped_argument_ends_the_launch_before_anything_is_started(path, monkeypatch):
+    description = _load(path)
+    from launch import LaunchContext
+    argument = _value(path, 'ARGUMENTS')[0][0]
+    monkeypatch.setattr(sys, 'argv', ['ros2', 'launch', str(path), f'{argument}s:=1'])
+    with pytest.raises(ConfigError, match=f'did you mean {argument}'):
+        description.entities[0].visit(LaunchContext(argv=[f'{argument}s:=1']))
+    assert not description.entities[0].visit(LaunchContext(argv=[f'{argument}:=1']))
 
 
 @pytest.mark.parametrize('path', FILES, ids=lambda p: p.name)
