@@ -32,7 +32,7 @@ def read_yaml(
     """Return the mapping that a YAML file holds.
 
     :param what: names the file in messages. :param named: names that could stand in its place.
-    :param beside: keys whose values may be files that lie beside this one.
+    :param beside: keys whose values may be files that lie beside this one, or below ``~``.
     :raises ConfigError: no such file, unreadable, no YAML, or no mapping.
     """
     import yaml  # only this reader needs it
@@ -56,8 +56,9 @@ def read_yaml(
         )
     for key in beside:
         value = record.get(key)
-        if value and isinstance(value, str) and _lies_beside(value, path.parent):
-            record[key] = str(path.parent / value)
+        if value and isinstance(value, str):
+            value = os.path.expanduser(value)
+            record[key] = str(path.parent / value) if _lies_beside(value, path.parent) else value
     return record
 
 

@@ -224,3 +224,14 @@ def test_a_config_without_its_weights_says_where_they_should_be(tmp_path: Path) 
     with pytest.raises(ConfigError, match='is not valid YAML') as refused:
         load_config(config)
     assert len(str(refused.value).splitlines()) == 1
+
+
+def test_a_file_below_the_home_may_be_named_by_a_tilde(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv('HOME', str(tmp_path))
+    (tmp_path / 'model.safetensors').touch()
+    config = tmp_path / 'mine.yaml'
+    for name in ('model.safetensors', 'none.safetensors'):
+        config.write_text(f'base: tiny\nweights: ~/{name}\n')
+        assert load_config(config).weights == str(tmp_path / name)
