@@ -28,12 +28,15 @@ def torch_build(p: Patient) -> Finding:
         )
     if not p.gpu_present:
         return ok(f'{found}; no GPU to use')
+    # pip takes the build that is there for the one that is asked for.
+    install = p.board['install']
+    anew = f'{install.partition(" install ")[0]} uninstall -y torch; {install}'
     if cuda is None:
-        return fail(f'{found}: a CPU build on a machine with a GPU', p.board['install'])
+        return fail(f'{found}: a CPU build on a machine with a GPU', anew)
     if version_tuple(cuda)[0] < p.board['torch_cuda_major']:
         return fail(
             f'{found}: a CUDA {version_tuple(cuda)[0]} build holds no code for this board',
-            p.board['install'],
+            anew,
         )
     if version_tuple(version) < tuple(p.board['torch_min']):
         wanted = '.'.join(map(str, p.board['torch_min']))

@@ -15,6 +15,9 @@ PROFILE = (
     'export FASTRTPS_DEFAULT_PROFILES_FILE='
     '$(ros2 pkg prefix flashrt_ros)/share/flashrt_ros/config/fastdds_shm.xml'
 )
+PROFILE_OF_CHECKOUT = (  # the wheels have no ros2
+    'export FASTRTPS_DEFAULT_PROFILES_FILE=$PWD/config/fastdds_shm.xml   # in the checkout'
+)
 SOURCE = 'source /opt/ros/jazzy/setup.bash && source ~/ws/install/setup.bash'
 
 
@@ -41,7 +44,8 @@ def ros(p: Patient) -> Finding:
     if apt and version_tuple(answer['numpy'])[0] >= 2:
         return warn(
             f'{found}: cv_bridge and other apt modules want numpy 1.26',
-            "pip install -c requirements/constraints-jazzy.txt 'numpy<2'",
+            '~/flashrt_venv/bin/pip install -c ~/ws/src/flashrt_ros/constraints-jazzy.txt '
+            "'numpy<2'",
         )
     folders = {os.path.dirname(path) for path in answer.get('opencv_libraries', [])}
     if len(folders) > 1:
@@ -63,14 +67,15 @@ def dds(p: Patient) -> Finding:
             'ip link set lo multicast on; unset ROS_AUTOMATIC_DISCOVERY_RANGE',
         )
     sent = answer['sent']
+    profile = PROFILE if p.board['system_python'] else PROFILE_OF_CHECKOUT
     found = ', '.join(f'{size}: {n} of {sent}' for size, n in answer['received'].items())
     small, large = answer['received'].get('224x224', 0), answer['received'].get('640x480', 0)
     if small == 0:
         return fail(f'{found}: no image arrives', 'ip link set lo multicast on')
     if small < sent:
-        return warn(f'{found}', 'stop other load; ' + PROFILE)
+        return warn(f'{found}', 'stop other load; ' + profile)
     if large < sent:
-        return warn(f'{found}: frames above the shared-memory segment are dropped', PROFILE)
+        return warn(f'{found}: frames above the shared-memory segment are dropped', profile)
     if 'FASTRTPS_DEFAULT_PROFILES_FILE' not in p.machine.env:
         found += ' with our profile; camera drivers started elsewhere need it too'
     return ok(found)

@@ -168,5 +168,5 @@ def disk(p: Patient) -> Finding:
     if free < p.needs.disk_gb:
         return warn(f'{found}, {p.needs.disk_gb:g} GB are planned', 'df -h ~ && du -xsh ~/.cache')
     if root and 'mmcblk' in root[-1]:
-        return warn(f'{found} (SD or eMMC)', 'put models and capsules on NVMe: capsules.directory')
+        return warn(f'{found} (SD or eMMC)', 'put models and capsules on NVMe: capsule_directory')
     return ok(found)

@@ -20,6 +20,7 @@ import time
 from typing import Any
 from typing import Protocol
 
+from flashrt_core.errors import ConfigError
 from flashrt_ros.ros_environment import wheel_environment
 
 RECORDED_ENV = (
@@ -148,6 +149,9 @@ class LiveMachine:
         except subprocess.TimeoutExpired:
             _kill_group(child)
             return {'error': f'no answer within {limit:.0f} s'}
+        except KeyboardInterrupt:
+            _kill_group(child)  # which the terminal's Ctrl-C does not reach
+            raise
         lines = out.strip().splitlines()
         if child.returncode == 0 and lines:
             try:
@@ -186,12 +190,18 @@ class Recording:
     def load(cls, path: str | Path) -> Recording:
         """Read one.
 
-        :raises OSError: when there is no such file.
+        :raises ConfigError: when it cannot be read, or is no recording.
         """
-        data = json.loads(Path(path).read_text())
-        interpreter = data.pop('interpreter')
-        interpreter['version'] = tuple(interpreter['version'])
-        return cls(interpreter=Interpreter(**interpreter), **data)
+        try:
+            data = json.loads(Path(path).read_text(encoding='utf-8'))
+            interpreter = data.pop('interpreter')
+            interpreter['version'] = tuple(interpreter['version'])
+            if not all(isinstance(value, dict) for value in data.values()):
+                raise ValueError('its parts are no mappings')
+            return cls(interpreter=Interpreter(**interpreter), **data)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f'recording {path} cannot be read ({error}); give a file that '
+                              'doctor --record has written') from error
 
     def save(self, path: str | Path) -> None:
         """Write it, keys sorted."""

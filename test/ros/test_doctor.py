@@ -4,8 +4,11 @@ import io
 import json
 import os
 from pathlib import Path
+import re
+import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -21,6 +24,7 @@ from flashrt_ros.doctor.machine import version_tuple
 from flashrt_ros.doctor.report import CHECKS
 from flashrt_ros.doctor.report import examine
 from flashrt_ros.doctor.report import write_text
+from flashrt_ros.executor_parameters import SPECS
 from flashrt_ros.ros_environment import SOURCE_ROOT
 
 DATA = Path(__file__).parent / 'data' / 'doctor'
@@ -67,6 +71,68 @@ def test_a_cpu_torch_beside_a_gpu_is_a_failure_but_alone_is_not():
     assert _levels(laptop)['torch build'] is Level.OK
     laptop.folders['/dev'] = ['nvidiactl']
     assert _levels(laptop)['torch build'] is Level.FAIL
+
+
+def test_a_torch_of_the_wrong_build_is_removed_first_for_pip_would_keep_it():
+    laptop = Recording.load(DATA / 'laptop.json')
+    laptop.folders['/dev'] = ['nvidiactl']
+    remedies = {title: finding.remedy for _, title, finding in examine(laptop, Needs())}
+    assert remedies['torch build'] == (
+        ".venv/bin/pip uninstall -y torch; .venv/bin/pip install 'torch>=2.11,<2.16'")
+
+
+def test_what_a_remedy_names_is_there():
+    laptop, thor = (Recording.load(DATA / f'{name}.json') for name in ('laptop', 'thor_r39'))
+    laptop.probes['dds']['received']['640x480'] = thor.probes['dds']['received']['640x480'] = 3
+    thor.probes['ros']['numpy'] = '2.1.0'
+    thor.files['/proc/mounts'] = '/dev/mmcblk0p1 / ext4 rw 0 0\n'
+    remedies = [finding.remedy for machine in (laptop, thor)
+                for _, _, finding in examine(machine, Needs())]
+    files = [name for remedy in remedies
+             for name in re.findall(r'(?:flashrt_ros/|[$]PWD/)((?!share)[\w/.-]+)', remedy)]
+    assert len(files) == 3 and all((SOURCE_ROOT / name).is_file() for name in files), files
+    assert any(remedy.endswith(': capsule_directory') for remedy in remedies)
+    assert 'capsule_directory' in {spec.name for spec in SPECS}
+
+
+@pytest.mark.parametrize('text', ['', '[]', '{}', '{"interpreter": 3}',
+                                  '{"interpreter": {"version": [3, 11, 2]}}'])
+def test_a_file_that_is_no_recording_is_refused(tmp_path, capsys, text):
+    (tmp_path / 'board.json').write_text(text)
+    for path in (tmp_path / 'board.json', tmp_path / 'none.json', tmp_path):
+        assert main(['--replay', str(path)]) == 2
+        told = capsys.readouterr()
+        assert 'doctor --record' in told.err and len(told.err.splitlines()) == 1 and not told.out
+
+
+def test_a_mistake_is_told_before_anything_is_examined(tmp_path, capsys):
+    assert main(['--record', str(tmp_path / 'none' / 'board.json')]) == 2
+    assert 'none is no folder' in capsys.readouterr().err
+    replay = ['--replay', str(DATA / 'thor_r39.json')]
+    for wrong in (['--jsom'], ['--memory-gb', 'nan'], ['--disk-gb', '-1']):
+        with pytest.raises(SystemExit):
+            main([*replay, *wrong])
+        assert wrong[0] in capsys.readouterr().err
+    assert main([*replay, '--ros-args', '-r', '__ns:=/robot']) == 0
+
+
+def test_an_interrupt_ends_the_probe_that_runs(tmp_path):
+    wedge, told = tmp_path / 'python', tmp_path / 'pid'
+    wedge.write_text(f'#!/bin/sh\necho $$ > {told}.new\nmv {told}.new {told}\nexec sleep 60\n')
+    wedge.chmod(0o755)
+
+    def interrupt():
+        while not told.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        LiveMachine(python=str(wedge)).probe('gpu_code', 30.0)
+    thread.join()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(told.read_text()), 0)
 
 
 def test_a_thor_with_a_warning_of_torch_passes_when_its_kernels_run():
