@@ -49,7 +49,8 @@ def test_the_cpu_runs_the_plain_layers():
 
 @pytest.mark.parametrize('change', [
     {'dtype': 'float32'}, {'horizon': attention.SPAN}, {'action_width': 48, 'action_dim': 32},
-    {'expert': replace(PI0.expert, width=768)}, {'expert': replace(PI0.expert, mlp=3000)}])
+    {'expert': replace(PI0.expert, width=768)}, {'expert': replace(PI0.expert, mlp=3000)},
+    {part: replace(getattr(PI0, part), layers=1) for part in ('prefix', 'expert')}])
 def test_sizes_that_the_tiles_do_not_divide_are_left_to_the_plain_layers(change):
     assert fast.fits(PI0)
     assert not fast.fits(replace(PI0, **change))

@@ -49,7 +49,7 @@ def selected(c: Pi0Config, device: torch.device) -> bool:
 
 
 def fits(c: Pi0Config) -> bool:
-    """Return whether the fixed tiles divide the sizes of ``c``."""
+    """Return whether the kernels take the sizes of ``c``: tiles that divide them, layers to chain."""
     d, D = c.expert, c.expert.head_dim
     return (
         c.dtype == 'bfloat16'
@@ -60,6 +60,7 @@ def fits(c: Pi0Config) -> bool:
         and c.action_width & (c.action_width - 1) == 0
         and c.horizon < attention.SPAN
         and c.prefix.mlp % 512 == 0
+        and c.prefix.layers > 1
         and (c.vision.width // c.vision.heads) % 8 == 0
     )
 
