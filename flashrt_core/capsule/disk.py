@@ -249,7 +249,7 @@ class DiskTier:
                 self._files.move_to_end(key)
 
     def drop(self, key: Key) -> None:
-        """Delete a file durably; a missing one is fine.
+        """Delete a file; a missing one is fine.
 
         :raises TierUnavailable: saving is not allowed, so nor is deleting.
         :raises CapsuleError: the system refused; the file stays listed.

@@ -164,10 +164,14 @@ def copy(source: int, header: Header, directory: int, name: str, replacing: bool
 
 
 def remove(directory: int, name: str) -> None:
-    """Delete a capsule file durably; a missing one is fine. Raises CapsuleError if it stays."""
+    """Delete a capsule file; a missing one is fine. Raises CapsuleError if it stays.
+
+    Durably, unless the disk refuses that: then it is gone, but a power cut may bring it back.
+    """
     try:
         os.unlink(name, dir_fd=directory)
-        os.fsync(directory)
+        with contextlib.suppress(OSError):
+            os.fsync(directory)
     except FileNotFoundError:
         return
     except OSError as error:

@@ -133,8 +133,10 @@ class Live:
         try:
             ranges = match(self._pieces(boundary, capsule), gpu.segments(place), row)
             self._move(boundary, Copies(ranges).reversed(), 'gpu')
-        except FlashrtError as error:
+        except BaseException as error:
             self._tiers.give(place)
+            if not isinstance(error, FlashrtError):
+                raise
             self._tiers.ledger.event('promotion_failed', capsule.key[1], str(error))
             return
         self._tiers.adopt(capsule, place)

@@ -348,3 +348,15 @@ def test_a_file_name_of_any_bytes_is_told_as_plain_text(tmp_path: Path) -> None:
     (event,) = [event for event in store.events if event.kind == 'skipped']
     assert event.id.isascii() and event.id.isprintable() and event.reason.isprintable()
     store.close()
+
+
+def test_a_deletion_that_is_not_durable_leaves_no_file_listed(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is gone now, whatever a power cut brings back."""
+    session, store = Session(cpu_backend()), disk_store(tmp_path)
+    saved(session, store, 'a')
+    monkeypatch.setattr(files.os, 'fsync', refusing(errno.EIO))
+    store.drop('a')
+    assert store.list() == [] and store.usage()['disk'].used_bytes == 0
+    assert not list(tmp_path.iterdir())
+    store.close()

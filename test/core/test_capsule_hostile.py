@@ -6,6 +6,7 @@ import random
 import threading
 from typing import Any
 
+from _capsules import failing
 from _capsules import IDENTITY
 from _capsules import MIB
 from _capsules import PAGE
@@ -79,6 +80,15 @@ def test_an_override_beyond_the_range_of_a_float_buffer_is_refused_before_the_co
     assert session.boundary.poisoned is None and session.image() == before
     for fine in (float('inf'), float('nan'), np.float64(2.5), 7):
         store.restore(session.boundary, 'a', overrides={'queue': [fine]})
+
+
+def test_a_promotion_that_breaks_gives_its_pages_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    session, store = Session(cpu_backend()), small_store(cpu_backend())
+    store.snapshot(session.boundary, 'a', tier='host')
+    monkeypatch.setattr(store._tiers.mover, 'device', failing(0, RuntimeError('no launch')))
+    with pytest.raises(SessionPoisoned, match='no launch'):
+        store.restore(session.boundary, 'a')
+    assert store.usage()['gpu'].used_bytes == 0
 
 
 def test_a_continuation_that_does_not_end_poisons() -> None:
