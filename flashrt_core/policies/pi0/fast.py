@@ -49,7 +49,7 @@ def selected(c: Pi0Config, device: torch.device) -> bool:
 
 
 def fits(c: Pi0Config) -> bool:
-    """Return whether the kernels take the sizes of ``c``: tiles that divide them, layers to chain."""
+    """Return whether the fixed tiles divide the sizes of ``c``, and layers follow one another."""
     d, D = c.expert, c.expert.head_dim
     return (
         c.dtype == 'bfloat16'
