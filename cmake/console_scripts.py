@@ -22,7 +22,14 @@ def main(setup_cfg: str, folder: str) -> None:
         # env, not a fixed interpreter: the virtual environment active at run time wins.
         script.write_text(
             '#!/usr/bin/env python3\n'
-            f'import sys\n\nfrom {module} import {function}\n\nsys.exit({function}())\n')
+            'import sys\n\n'
+            'try:\n'
+            f'    from {module} import {function}\n'
+            'except ModuleNotFoundError as error:\n'
+            '    from flashrt_core.command_line import tell_missing\n\n'
+            f'    tell_missing({name!r}, error)\n'
+            '    sys.exit(2)\n'
+            f'sys.exit({function}())\n')
         script.chmod(0o755)
 
 

@@ -83,6 +83,18 @@ def make_folder(path: Path, what: str) -> None:
         raise ConfigError(f'{what} {path} may not be written to; name another folder')
 
 
+def tell_missing(name: str, error: ModuleNotFoundError) -> None:
+    """Print that a package is not installed, and where; a module of our own is no user's mistake.
+
+    :raises ModuleNotFoundError: it is one of our own.
+    """
+    if (error.name or '').startswith('flashrt_'):
+        raise error
+    print(f'{name}: {sys.executable} has no module {error.name!r}; activate the virtual '
+          'environment, or install there what requirements-gpu.txt names [module_missing]',
+          file=sys.stderr)
+
+
 def run(name: str, action: Callable[[], int], refused: int = 2) -> int:
     """Return what ``action`` does, ``refused`` and one line for what the user can mend, 130 for
     Ctrl-C.
@@ -100,11 +112,7 @@ def run(name: str, action: Callable[[], int], refused: int = 2) -> int:
               'its permissions and the free space [file]', file=sys.stderr)
         return refused
     except ModuleNotFoundError as error:
-        if (error.name or '').startswith('flashrt_'):
-            raise
-        print(f'{name}: {sys.executable} has no module {error.name!r}; activate the virtual '
-              'environment, or install there what requirements-gpu.txt names [module_missing]',
-              file=sys.stderr)
+        tell_missing(name, error)
         return refused
     except KeyboardInterrupt:
         print(f'{name}: stopped', file=sys.stderr)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import configparser
 import importlib.util
+import os
 from pathlib import Path
 import re
 import socket
@@ -89,6 +90,22 @@ def test_manifest_and_setup_cfg_agree_on_the_version() -> None:
 def test_the_module_and_function_of_an_executable_exist(name: str, target: str) -> None:
     module, function = target.split(':')
     run(f'import importlib; assert callable(importlib.import_module({module!r}).{function})')
+
+
+def test_an_executable_without_its_python_environment_says_so_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / 'node.py').write_text('import no_such_package\n')
+    (tmp_path / 'whole.py').write_text('def main():\n    return 3\n')
+    (tmp_path / 'setup.cfg').write_text(
+        '[options.entry_points]\nconsole_scripts =\n    a = node:main\n    b = whole:main\n')
+    subprocess.run([sys.executable, ROOT / 'cmake' / 'console_scripts.py', tmp_path / 'setup.cfg',
+                    tmp_path / 'bin'], check=True)
+    env = dict(os.environ, PYTHONPATH=f'{tmp_path}{os.pathsep}{ROOT}')
+    done = subprocess.run([sys.executable, tmp_path / 'bin' / 'a'], text=True,
+                          capture_output=True, env=env)
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr.startswith(f"a: {sys.executable} has no module 'no_such_package'; activate")
+    assert len(done.stderr.splitlines()) == 1
+    assert subprocess.run([sys.executable, tmp_path / 'bin' / 'b'], env=env).returncode == 3
 
 
 def test_interfaces_are_found_from_the_source_root_and_from_elsewhere(tmp_path: Path) -> None:
