@@ -123,6 +123,7 @@ class Boundary:
         self.poisoned: str | None = None
         self.parent = ''
         self.bit_exact = True
+        self._branches: dict[int, tuple[str, bool]] = {}
         self.lineage = self._lineages = 0
         self.ring: MarkRing | None = None
         self.on_restore: list[Callable[[CapsuleInfo | Mark, tuple[int, ...]], None]] = []
@@ -292,6 +293,15 @@ class Boundary:
         self.lineage = self._lineages if lineage is None else lineage
         if self.lane is not None and self.lane.on_thread:
             self.lane.commit()
+
+    def adopt_branches(self, rows: Iterable[int], parent: str, bit_exact: bool) -> None:
+        """Record what the rows above 0 were restored from; the others stay as they are."""
+        self._branches.update({row: (parent, bit_exact) for row in rows if row})
+
+    def origin(self, row: int) -> tuple[str, bool]:
+        """Whose child a row's state is, and whether it is bit-exact; others go with row 0."""
+        parent, exact = self._branches.get(row, (self.parent, True))
+        return parent, exact and self.bit_exact
 
     def _without_for_tests(self, name: str) -> Boundary:
         """A boundary that forgets one buffer, to show that a test notices. Tests only."""

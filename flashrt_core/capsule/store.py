@@ -134,6 +134,7 @@ class CapsuleStore:
             wanted = self._tiers.check_tier(tier)
             extents = boundary.extents()
             packing = boundary.packing(extents)
+            parent, exact = boundary.origin(row)
             thawed = self._live.freeze(boundary, extents, row, wanted, key[1])
             info = CapsuleInfo(
                 id=key[1],
@@ -141,13 +142,13 @@ class CapsuleStore:
                 tier=wanted,
                 session=boundary.session,
                 identity=boundary.identity,
-                parent=boundary.parent,
+                parent=parent,
                 position=boundary.position(),
                 extents=extents,
                 size_bytes=packing.payload,
                 created=utc_now(),
                 pinned=pin,
-                bit_exact=boundary.bit_exact,
+                bit_exact=exact,
             )
             header = Header(info, packing.tensors, packing.nbytes)
             capsule = Capsule(key, header, thawed.place, pin)
@@ -282,6 +283,7 @@ class CapsuleStore:
 
         :param slot: of the ring, which is to hold that state by then; None copies it now.
         """
+        boundary.adopt_branches(rows, capsule.key[1], exact)
         if 0 in rows:
             boundary.adopt(capsule.key[1], exact)
         for hook in boundary.on_restore:

@@ -214,6 +214,22 @@ def test_a_fork_that_leaves_row_zero_alone_keeps_its_lineage(backend: Backend) -
     assert session.image(0) == first and session.boundary.parent == ''
 
 
+def test_a_branch_keeps_the_lineage_and_exactness_of_what_its_own_row_was_restored_from(
+        backend: Backend) -> None:
+    session, store = Session(backend, rows=3), small_store(backend)
+    other = Session(backend, identity=Identity(
+        dict(config='small', weights='0' * 64), {'torch': '9.9', 'arch': 'test'}))
+    store.snapshot(other.boundary, 'foreign')
+    store.snapshot(session.boundary, 'C0')
+    store.restore(session.boundary, 'C0', rows=(0, 2))
+    assert not store.restore(session.boundary, 'foreign', rows=(1,), numerics='any').bit_exact
+    found = [store.snapshot(session.boundary, row=row) for row in range(3)]
+    assert [info.parent for info in found] == ['C0', 'foreign', 'C0']
+    assert [info.bit_exact for info in found] == [True, False, True]
+    store.restore(session.boundary, 'C0', rows=(1,))
+    assert store.snapshot(session.boundary, row=1).bit_exact
+
+
 def test_a_branch_can_be_snapshotted_from_its_row(backend: Backend) -> None:
     session, store = Session(backend, rows=3), small_store(backend)
     session.fill(1)
