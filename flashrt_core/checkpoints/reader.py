@@ -129,7 +129,7 @@ class SafetensorsReader:
             )
         whole = torch.Size(shape[1:]).numel() * dtype.itemsize  # bytes of a row
         step = max(1, PIECE_BYTES // max(1, whole))
-        for row in range(0, shape[0] if shape else 1, step):
+        for row in range(0, max(1, shape[0]) if shape else 1, step):
             rows = min(step, shape[0] - row) if shape else 1
             data = torch.empty(rows * whole, dtype=torch.uint8)
             self._read(stored.file, stored.offset + row * whole, data.numpy().data, name)

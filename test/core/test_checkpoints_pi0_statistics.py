@@ -234,6 +234,16 @@ def test_quantiles_of_different_lengths_are_refused(tmp_path):
         found(BARE05, tmp_path)
 
 
+@pytest.mark.parametrize('shape', [(0,), (), (0, 4)])
+def test_quantiles_without_values_or_of_one_are_refused(tmp_path, shape):
+    path = lerobot(tmp_path)
+    step = json.loads(path.read_text())['steps'][1]
+    names = ('observation.state.q01', 'observation.state.q99', 'action.q01', 'action.q99')
+    save({name: torch.zeros(shape) for name in names}, tmp_path, step['state_file'])
+    with pytest.raises(ConfigError, match=r'has (no q01 of the states|1 values of state q01)'):
+        found(BARE05, tmp_path)
+
+
 def test_another_way_than_the_checkpoint_was_trained_with_is_refused(tmp_path):
     lerobot(tmp_path)
     with pytest.raises(ConfigError, match='normalises by quantiles, the config says mean_std'):
