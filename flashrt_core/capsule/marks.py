@@ -130,13 +130,16 @@ class MarkRing:
         return mark
 
     def back(self, boundary: Boundary, boundaries: int) -> Mark:
-        """The mark this many boundaries before the present one, within what was last restored."""
+        """The mark this many boundaries before the present one, within what was last restored.
+
+        Of several marks of one boundary the last one counts.
+        """
         here = boundary.position()
-        held = [
-            mark
+        held = list({
+            mark.position: mark
             for mark in self._marks
             if mark.lineage == boundary.lineage and mark.position != here
-        ]
+        }.values())
         if not 1 <= boundaries <= len(held):
             raise MarkDead(
                 f'cannot go back {boundaries} boundaries from position {here}: {len(held)} marks '

@@ -48,6 +48,15 @@ def test_rollback_by_boundaries_counts_committed_boundaries(backend: Backend) ->
     assert session.image() == line[2][1]
 
 
+def test_two_marks_of_one_boundary_count_as_one(backend: Backend) -> None:
+    session, store = Session(backend, specs=POLICY), small_store(backend)
+    line = ticks(session, store, 2)
+    store.mark(session.boundary)
+    ticks(session, store, 1)
+    store.rollback(session.boundary, boundaries=2)
+    assert session.image() == line[0][1] and session.tick == 1
+
+
 def test_rollback_reaches_the_restored_capsule_and_not_beyond(backend: Backend) -> None:
     session, store = Session(backend, specs=POLICY), small_store(backend)
     store.prepare(session.boundary)
