@@ -126,11 +126,11 @@ class HoldMachine:
         self._gate.hold()
         with self._lock:
             self._gate.hold()  # an offer() may have opened the gate between the two
-            self._running = False
             known = self._causes.get(cause)
             if known is not None and (known or not latch):
                 return None
             self._causes[cause] = latch
+            self._running = False  # last: who reads the phase without the lock sees RUN or HOLD
             self._counters.add('holds')
             if latch:
                 self._counters.add('holds_latched')

@@ -83,6 +83,7 @@ class SubgoalSlot:
         self._requested = 0
         self._latched = 0
         self._void = 0  # highest sequence accepted before the newest restore
+        self._episode = 0  # of the newest restore
         self._in_force = 0
 
     @property
@@ -117,6 +118,7 @@ class SubgoalSlot:
 
         :param sequence: above every one accepted before; 0 takes the next number.
         :param episode: must be the current one; 0 means the current one.
+        :param current_episode: as the caller has read it; a reset may have come since.
         :param tokens: token ids, tokenised by the caller when the message had only text.
         :param embedding: float32 [n, width], array or tensor, or flat as a message has it; it is
             copied here, so call with the stream current that makes it. The tokens may then be
@@ -128,13 +130,14 @@ class SubgoalSlot:
         ids = tuple(int(token) for token in tokens)
         rows = None if embedding is None else self._take_over(embedding)
         self._check_content(ids, deadline_s, rows is not None)
-        if episode not in (0, current_episode):
-            self._counters.add('subgoals_wrong_episode')
-            raise SubgoalRefused(
-                f'subgoal {sequence} is for episode {episode}, the current one is '
-                f'{current_episode}; plan again from the current episode'
-            )
         with self._lock:
+            current = max(current_episode, self._episode)
+            if episode not in (0, current):
+                self._counters.add('subgoals_wrong_episode')
+                raise SubgoalRefused(
+                    f'subgoal {sequence} is for episode {episode}, the current one is '
+                    f'{current}; plan again from the current episode'
+                )
             number = sequence or self._requested + 1
             if number <= self._requested:
                 again = number == self._requested
@@ -145,7 +148,7 @@ class SubgoalSlot:
                     f'{self._requested}; send a higher one, or 0 to have it numbered'
                 )
             accepted = Subgoal(
-                number, current_episode, text, ids, interrupt, now_ns, float(deadline_s), rows
+                number, current, text, ids, interrupt, now_ns, float(deadline_s), rows
             )
             self._newest, self._requested = accepted, number
         self._counters.add('subgoals_accepted')
@@ -180,20 +183,27 @@ class SubgoalSlot:
                 dropped = newest.sequence
                 self._counters.add('subgoals_dropped_by_restore')
             self._void, self._in_force = self._requested, 0
+            self._episode = episode
             if newest is not None and newest.episode != episode:
                 self._newest = None
             return dropped
+
+    def counts(self, sequence: int) -> bool:
+        """Whether an accepted subgoal is of the state now, not of before a restore."""
+        with self._lock:
+            return sequence > self._void
 
     def _waits(self) -> bool:
         newest = self._newest
         return newest is not None and newest.sequence > max(self._latched, self._void)
 
-    def overdue(self, now_ns: int) -> bool:
-        """Whether the newest subgoal's deadline has passed. Any thread, steady time."""
+    def overdue(self, now_ns: int) -> int:
+        """Return the newest subgoal whose deadline has passed, or 0. Any thread, steady time."""
         newest = self._newest
         if newest is None or newest.deadline_s <= 0:
-            return False
-        return now_ns - newest.accepted_ns > int(newest.deadline_s * NANOSECONDS)
+            return 0
+        late = now_ns - newest.accepted_ns > int(newest.deadline_s * NANOSECONDS)
+        return newest.sequence if late else 0
 
     def _take_over(self, rows: Any) -> Embedding:
         """Return a copy of rows that fit the policy's port."""

@@ -44,6 +44,21 @@ def running():
     return subject, gate, counters
 
 
+def test_nobody_sees_a_hold_without_its_cause():
+    subject, _, _ = running()
+    seen = []
+
+    class Causes(dict):
+        def __setitem__(self, cause, latch):
+            seen.append(subject.phase)
+            super().__setitem__(cause, latch)
+            seen.append(subject.phase)
+
+    subject._causes = Causes()
+    subject.hold(Cause.REQUEST)
+    assert Phase.RESYNC not in seen and subject.phase is Phase.HOLD
+
+
 def test_after_a_start_no_action_leaves_until_a_reset():
     subject, gate, _ = machine()
     assert subject.phase is Phase.NEEDS_RESET and not gate.open and not subject.may_tick

@@ -29,6 +29,15 @@ def send(subject, sequence=0, *, episode=0, tokens=(1, 2), current_episode=1, no
         current_episode=current_episode, now_ns=now_ns, **more)
 
 
+def test_a_reset_between_a_look_at_the_episode_and_the_slot_counts():
+    subject, counters = slot()
+    subject.restored(2)
+    with pytest.raises(SubgoalRefused, match='for episode 1, the current one is 2'):
+        send(subject, 1, episode=1, current_episode=1)
+    assert counters['subgoals_wrong_episode'] == 1
+    assert send(subject, 1, current_episode=1).episode == 2
+
+
 def test_an_accepted_subgoal_stays_pending_until_a_committed_tick_has_latched_it():
     subject, _ = slot()
     send(subject, 5)
