@@ -1,7 +1,8 @@
 """Who may command the robot now: steps, holds, epochs, and the two locks that order them.
 
 ``submit_lock`` orders submissions, results and changes of epoch: once ``begin_change`` returned
-no tick starts and no result of an earlier one is published. ``publish_lock`` orders commands:
+no tick starts and, where it holds, no result of an earlier one is played; what such a tick took in
+is told until the epoch ends. ``publish_lock`` orders commands:
 whoever has held it after ``holds.hold`` knows that no older action leaves any more. They are taken
 in this order; the step thread takes only the second one, and nobody waits for a device while
 holding either.
@@ -10,6 +11,7 @@ holding either.
 from collections.abc import Callable
 from collections.abc import Mapping
 from dataclasses import dataclass
+from dataclasses import replace
 import threading
 import time
 from typing import Any
@@ -37,7 +39,7 @@ from flashrt_ros.safety import StepLimiter
 from flashrt_ros.statistics import Counters
 
 Vector = NDArray[np.float64]
-COUNTERS = ('steps', 'exhausted', 'stalled', 'faults')
+COUNTERS = ('ticks', 'chunks_too_late', 'steps', 'exhausted', 'stalled', 'faults')
 STALL_S = 0.2  # after so long a silence of the steps nobody knows where the robot is
 
 
@@ -54,13 +56,33 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Begun:
-    """The counters that a run of steps began at."""
+class Run:
+    """A run of steps: the counters that it began at, and when it holds."""
 
     epoch: int
     episode: int
     step: int
     tick: int  # ticks played before it
+    limit: int | None  # hold once so many commands were played in all; None: no limit
+    cause: str  # of that hold
+
+
+@dataclass(frozen=True)
+class Count:
+    """What was played in a run."""
+
+    steps: int
+    ticks: int
+    over: bool  # a reset has ended it: nothing that is played now belongs to it
+
+
+@dataclass(frozen=True)
+class InPlay:
+    """A chunk that was put into play."""
+
+    actions: Vector  # [horizon, joints], robot units, as checked
+    first_step: int  # index of the first one to be played
+    transition: Transition | None  # of a resync that it ended
 
 
 class Outputs(Protocol):
@@ -98,19 +120,22 @@ class Control:
     """The robot's side of the engine; any thread except where a method says otherwise."""
 
     def __init__(
-        self, embodiment: Embodiment, outputs: Outputs, counters: Counters, parameters: Any
+        self, embodiment: Embodiment, outputs: Outputs, counters: Counters, parameters: Any,
+        progress: Progress,
     ) -> None:
         """Start held.
 
         :param parameters: mapping of parameter names to values now.
+        :param progress: goes on counting from there.
         """
         counters.declare(COUNTERS)
         joints = len(embodiment.joints)
         self._parameters = parameters
         self._lock_step = bool(parameters['lock_step'])
         self.stream = parameters['output_mode'] == 'stream' or self._lock_step
-        self.progress = Progress()
-        self.player = ChunkPlayer(joints, timing=ChunkTiming(parameters['delay_window_chunks']))
+        self.progress = progress
+        self.player = ChunkPlayer(joints, epoch=progress.epoch,
+                                  timing=ChunkTiming(parameters['delay_window_chunks']))
         self.limiter = StepLimiter(embodiment, counters)
         self.guard = ActionGuard(embodiment, limits=parameters['limits'], counters=counters)
         self.holds = HoldMachine(self.player, counters, needs_reset=parameters['require_reset'])
@@ -130,7 +155,9 @@ class Control:
         self._path = StepLimiter(embodiment, Counters())
         self._max_step = embodiment.max_step
         self._speed = 1.0
-        self._step_limit: tuple[int | None, str] = (None, '')
+        self._stall_ns = 2 * round(embodiment.step_period_s * NANOSECONDS)  # at least
+        self._run: Run | None = None
+        self._count: Count | None = None  # of a run that a reset has ended
         self._exhausted_ns: int | None = None  # steady; since when no action is left to play
         self.ticks_played = 0
         self._stepped_ns = 0  # steady
@@ -139,11 +166,11 @@ class Control:
 
     # -- steps ----------------------------------------------------------------------------------
 
-    def step(self, slot: int = 0) -> Vector | None:
+    def step(self, _slot: int = 0) -> Vector | None:
         """Play one step and return the command, None when there is none. Step thread."""
         ended, message = None, ''
         with self.publish_lock:
-            stalled = self._hold_after_stall(slot)
+            stalled = self._hold_after_stall()
             played = self.player.next_action(self._target)
             if played is not Played.EXHAUSTED:
                 self._exhausted_ns = None
@@ -154,9 +181,9 @@ class Control:
                 self.progress.step += 1
                 self._counters.add('steps')
                 self.still = False
-                limit, cause = self._step_limit
-                if limit is not None and self.progress.step >= limit:
-                    ended = self.holds.hold(cause)
+                run = self._run
+                if run is not None and run.limit is not None and self.progress.step >= run.limit:
+                    ended = self.holds.hold(run.cause)
                     self.publish_hold()
             elif played is Played.EXHAUSTED:
                 self.publish_hold()
@@ -164,19 +191,27 @@ class Control:
                     ended = self.holds.hold(Cause.EXHAUSTED)
                     message = 'the chunk is used up and no new one came within exhausted_hold_s'
         self.emit(ended, message)
-        self.emit(stalled, f'no step was played for more than {STALL_S:g} s')
+        self.emit(stalled, f'no step was played for more than {self._stall_limit_ns / 1e9:g} s')
         self.on_step()
         return self._command.copy() if played is Played.ACTION else None
 
-    def _hold_after_stall(self, slot: int) -> Transition | None:
+    def begin_steps(self) -> None:
+        """Say that steps begin, the first one whenever the step thread gets to it."""
+        self._stepped_ns = 0
+
+    def _hold_after_stall(self) -> Transition | None:
         last, self._stepped_ns = self._stepped_ns, time.monotonic_ns()
-        if (slot == 0 or self._lock_step or self.player.held  # slot 0: the thread has just begun
-                or self._stepped_ns - last <= STALL_S * NANOSECONDS):
+        if (last == 0 or self._lock_step or self.player.held
+                or self._stepped_ns - last <= self._stall_limit_ns):
             return None
         self._counters.add('stalled')
         # Nothing is commanded: the last command may lie far from where the robot is by now.
         self.still = True
         return self.holds.hold(Cause.STALLED)
+
+    @property
+    def _stall_limit_ns(self) -> int:
+        return max(int(STALL_S * NANOSECONDS), self._stall_ns)
 
     def _exhausted_for_too_long(self) -> bool:
         """Whether the robot may have been moved meanwhile; in lock-step the caller's business."""
@@ -187,17 +222,58 @@ class Control:
         limit_ns = self._parameters['exhausted_hold_s'] * NANOSECONDS
         return not self._lock_step and now - self._exhausted_ns >= limit_ns
 
-    def begin_run(self, steps: int, cause: str) -> Begun:
-        """Count from the next step on, and hold for ``cause`` after so many; 0: no limit."""
-        with self.publish_lock:
-            progress = self.progress
-            self._step_limit = (progress.step + steps if steps else None, cause)
-            return Begun(progress.epoch, progress.episode, progress.step, self.ticks_played)
+    # -- runs of steps --------------------------------------------------------------------------
 
-    def end_run(self) -> None:
-        """Let steps go on without a limit."""
+    def begin_run(self, steps: int, cause: str) -> Run:
+        """Count from the next step on, and hold for ``cause`` after so many; 0: no limit.
+
+        The hold that the run before has left is over: nothing is played before this one counts.
+        """
+        with self.submit_lock:
+            now = time.monotonic_ns()
+            with self.publish_lock:
+                run = self._begin_run(steps, cause)
+                # With the steps shut out: the next hold for that cause is this run's own.
+                transition = self.holds.clear(cause, now)
+            if transition is not None:
+                self.fresh_after_ns = now
+        self.emit(transition)
+        self.wake()
+        return run
+
+    def begin_run_locked(self, steps: int, cause: str) -> Run:
+        """Begin a run within a reset, as ``begin_run``; under the submit lock."""
         with self.publish_lock:
-            self._step_limit = (None, '')
+            return self._begin_run(steps, cause)
+
+    def _begin_run(self, steps: int, cause: str) -> Run:
+        progress = self.progress
+        self._count = None
+        self._run = run = Run(progress.epoch, progress.episode, progress.step, self.ticks_played,
+                              progress.step + steps if steps else None, cause)
+        return run
+
+    def count(self, run: Run) -> Count:
+        """Return what was played in the newest run; any thread."""
+        with self.publish_lock:
+            return self._count or Count(
+                self.progress.step - run.step, self.ticks_played - run.tick, False)
+
+    def end_run(self, run: Run, *, hold: bool) -> Count:
+        """Count what was played; with ``hold`` stay for its cause, unless a reset has ended it."""
+        transition = None
+        with self.submit_lock:
+            if hold and self._count is None:
+                transition = self.holds.hold(run.cause)
+                with self.publish_lock:
+                    self.publish_hold()
+                if not self.changing:
+                    self.generation += 1
+                    self.drop_running()
+            count = self.count(run)
+            self._run = self._count = None
+        self.emit(transition)
+        return count
 
     def step_failed(self, error: Exception) -> None:
         """Hold after an exception on the step thread."""
@@ -214,6 +290,42 @@ class Control:
         if position is not None:
             self.outputs.command(position)
 
+    # -- chunks ---------------------------------------------------------------------------------
+
+    def put_into_play(
+        self, actions: Vector, prepared: Prepared, running: bool
+    ) -> InPlay | None:
+        """Check a tick's chunk and have its steps played; under the submit lock.
+
+        :param actions: float64 [horizon, joints], absolute, robot units.
+        :param running: whether it follows on a chunk; else it ends a resync.
+        :return: None when all of it is past, or a hold came first.
+        :raises ActionError: it is refused; the chunk in play goes on.
+        """
+        late = self.player.steps_executed - prepared.start.at_step
+        first = min(late, len(actions) - 1)
+        guarded = self.guard.check(
+            actions, first_step=first,
+            commanded=self.limiter.command if running and not self.still else None)
+        if not running:
+            self.begin_from_measured(
+                guarded.actions[first], self._parameters['resync_speed_ratio'])
+        splice = self.player.swap(guarded.actions, prepared.start)
+        if not splice.accepted:
+            self._counters.add('chunks_too_late')
+            return None
+        self.ticks_played += 1
+        self._counters.add('ticks')
+        now = time.monotonic_ns()
+        transition = None if running else self.holds.offer(
+            now if self._lock_step else prepared.observation.oldest_received_ns, now)
+        if not (running or transition):
+            return None  # the next resync begins with a newer chunk
+        if not self.stream:
+            self.publish_chunk(guarded.actions)
+        # The step thread may have played another step since ``first`` was read.
+        return InPlay(guarded.actions, splice.delay_steps, transition)
+
     def begin_from_measured(self, first: Vector, speed: float) -> None:
         """Let commands start from where the robot is; only while held.
 
@@ -227,13 +339,16 @@ class Control:
             self._speed = speed
             self.limiter.rebase(measured, speed=speed)
 
-    def publish_chunk(self, actions: Vector, first_step: int) -> None:
-        """Send a chunk to a controller that plays it itself, unless a hold came first.
+    def publish_chunk(self, actions: Vector) -> None:
+        """Send the chunk in play to a controller that plays it itself, unless a hold came first.
 
-        The rows are limited as the steps will be, because the controller does not pass by here.
+        From the row on that is the next step's, which the step thread moves until the lock is
+        held. The rows are limited as the steps will be, because the controller does not pass by
+        here.
         """
         with self.publish_lock:
-            if self.player.held:
+            first_step = len(actions) - self.player.left_steps
+            if self.player.held or first_step == len(actions):
                 return
             commanded, limited = self.limiter.command, actions
             if self.limiter.blending:
@@ -300,7 +415,7 @@ class Control:
     # -- changes of epoch -----------------------------------------------------------------------
 
     def begin_change(self, *, hold: bool) -> None:
-        """Let no tick start until ``end_change``; with ``hold`` no result and no command either.
+        """Let no tick start until ``end_change``; with ``hold`` no chunk and no command either.
 
         :raises LaneBusy: another change is under way.
         """
@@ -323,7 +438,8 @@ class Control:
 
         Once this returns nothing of an older epoch is published.
 
-        :param with_lock: called under the submit lock with the new counters in place.
+        :param with_lock: called under the submit lock, with the new counters in place when
+            ``restored``, before any tick starts.
         """
         poison = None
         with self.submit_lock:
@@ -333,15 +449,20 @@ class Control:
             if restored:
                 self.progress.epoch += 1
                 self.progress.episode += int(reset)
+                if reset and self._run is not None:
+                    self._count, self._run = replace(self.count(self._run), over=True), None
                 self.progress.active_capsule = capsule
                 self.progress.bit_exact = bit_exact
                 self.player.new_epoch(self.progress.epoch)
                 self.guard.reset()
                 with_lock()
                 self.holds.restored(now, reset=reset)
+                with self.publish_lock:
+                    self.publish_hold()  # a controller may still play a chunk of the old epoch
             else:
                 poison = self.holds.poison() if poisoned else None
                 self.holds.clear(Cause.RESTORE, now)
+                with_lock()
         self.emit(poison)
         self.outputs.status()
         if not restored:

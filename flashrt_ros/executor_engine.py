@@ -14,9 +14,6 @@ import threading
 import time
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from flashrt_core.errors import ActionError
 from flashrt_core.errors import DeviceLost
 from flashrt_core.errors import LaneError
@@ -32,10 +29,12 @@ from flashrt_ros.clocks import RosClock
 from flashrt_ros.clocks import RosReading
 from flashrt_ros.embodiment import Embodiment
 from flashrt_ros.executor_control import Control
+from flashrt_ros.executor_control import InPlay
 from flashrt_ros.executor_faults import Faults
 from flashrt_ros.executor_interrupt import Interrupts
 from flashrt_ros.executor_observation import Observation
 from flashrt_ros.executor_observation import ObservationBuffer
+from flashrt_ros.executor_parameters import age_limits
 from flashrt_ros.executor_tick import Pending
 from flashrt_ros.executor_tick import Ports
 from flashrt_ros.executor_tick import Prepared
@@ -44,7 +43,6 @@ from flashrt_ros.executor_tick import TickTimes
 from flashrt_ros.hold import Cause
 from flashrt_ros.hold import Phase
 from flashrt_ros.hold import TickWatch
-from flashrt_ros.hold import Transition
 from flashrt_ros.observations import first_error
 from flashrt_ros.observations import ObservationWatch
 from flashrt_ros.observations import StreamVerdict
@@ -52,7 +50,7 @@ from flashrt_ros.statistics import Counters
 from flashrt_ros.subgoals import Subgoal
 from flashrt_ros.subgoals import SubgoalSlot
 
-COUNTERS = ('ticks', 'ticks_dropped', 'results_dropped', 'chunks_too_late')
+COUNTERS = ('ticks_dropped', 'results_dropped')
 _IDLE_WAIT_S = 0.02
 
 
@@ -98,7 +96,8 @@ class Engine:
             heartbeat_s=parameters['heartbeat_period_s'], counters=counters)
         views = {view: self.ports.views[view] for view in embodiment.views}
         self._parameters = parameters
-        self.ages = ObservationWatch(counters=counters, **self._age_limits())
+        self.ages = ObservationWatch(
+            counters=counters, **age_limits(parameters, embodiment.views))
         self.observations = ObservationBuffer(
             embodiment, views, self.ages, resize=parameters['image_resize'],
             lock_step=self.lock_step, notify=self.wake)
@@ -110,6 +109,8 @@ class Engine:
         self._take_mark = take_mark
         self.admission: Admission | None = None  # of a planner on the same device
         self._running: Future[Chunk] | None = None
+        self._idle = threading.Event()  # no tick is in flight, nor its result
+        self._idle.set()
         self._dropping: Future[None] | None = None
         self._tick_step = 0
         self._urgent = False
@@ -123,20 +124,15 @@ class Engine:
 
     def parameters_changed(self) -> None:
         """Take over limits that parts of the engine keep; any thread."""
-        self.ages.set_limits(**self._age_limits())
+        self.ages.set_limits(**age_limits(self._parameters, self.embodiment.views))
         self.watch.error_after = self._parameters['tick_misses_to_hold']
-
-    def _age_limits(self) -> dict[str, Any]:
-        of, views = self._parameters, self.embodiment.views
-        max_age_s = {f'images/{view}': of['max_image_age_s'] for view in views}
-        return {'max_age_s': {'joint_states': of['max_joint_age_s'], **max_age_s},
-                'max_skew_s': of['max_skew_s'], 'future_tolerance_s': of['future_tolerance_s']}
 
     # -- activation -----------------------------------------------------------------------------
 
     def start(self) -> None:
         """Begin to tick: through resync, or only after a reset when one is required."""
         self.active = True
+        self.control.begin_steps()
         self.control.fresh_after_ns = time.monotonic_ns()
         self.control.clear(Cause.DEACTIVATE)
         if not self.lock_step:
@@ -168,6 +164,8 @@ class Engine:
     def _interrupt(self, sequence: int) -> None:
         """Drop the running tick at its segment's end and tick anew with what is in the slot."""
         with self.control.submit_lock:
+            if not self.slot.counts(sequence):
+                return  # a restore that has come since it was accepted has dropped it
             self.book.clear_left_overs()
             self._urgent = True
             if self.admission is not None:
@@ -225,9 +223,17 @@ class Engine:
                                      resync, reuse_vision=self._parameters['reuse_vision'])
 
     def play(self, chunk: Chunk, prepared: Prepared) -> None:
-        """Put the chunk of a committed branch into play as if a tick had made it."""
-        with self.control.submit_lock:
-            self._finish(chunk, prepared, self.control.holds.may_tick)
+        """Put a committed branch into play as if a tick had made it; under the submit lock."""
+        self._finish(chunk, prepared, self.control.holds.may_tick)
+
+    def taken_in(self, timeout_s: float) -> None:
+        """Wait until what the last tick has committed is noted here; ``changing``, verb threads.
+
+        :raises LaneTimeout: it was not in time.
+        """
+        if not self._idle.wait(timeout_s):
+            raise LaneTimeout(f'the running tick did not end within {timeout_s:g} s; the device '
+                              'may be wedged')
 
     def settle(self, timeout_s: float) -> None:
         """Wait until a tick dropped by a hold or interrupt has left the lane; verb threads.
@@ -334,12 +340,15 @@ class Engine:
                 return False
             generation = control.generation
             resync = control.holds.phase is Phase.RESYNC
+            if resync and not self.lock_step and not self._is_fresh(observation):
+                return False  # it was taken before a hold or reset that has come since
             start = control.player.begin_tick()
             prepared = self.book.prepare(
                 observation, verdicts, start, 0 if resync else self._delay(), resync,
                 self._parameters['best_of'], self._parameters['reuse_vision'])
             collected = time.perf_counter()
             future = self._running = self.session.submit(prepared.tick_input)
+            self._idle.clear()
             self._tick_step, self._urgent = start.at_step, False
             cut = self._interrupts.cut
             self._interrupts.submitted(prepared.subgoal_sequence, prepared.started_ns)
@@ -350,34 +359,54 @@ class Engine:
         submitted = time.perf_counter()
         prepared.digests.update(observation.digests())
         try:
-            chunk = self._await(future)
-        except Exception:
+            try:
+                chunk = self._await(future)
+            finally:
+                if admission is not None:
+                    admission.tick_ended()
+            inferred = time.perf_counter()
+            played = self._take_in(chunk, prepared, generation, cut)
+        finally:
             with control.submit_lock:
+                self._running = None
                 self._interrupts.ended()
+            self._idle.set()
+        if played is not None:
+            self.times.record((begun, collected, submitted, inferred, time.perf_counter()),
+                              prepared, chunk)
+        return bool(played)
+
+    def _take_in(
+        self, chunk: Chunk, prepared: Prepared, generation: int, cut: int
+    ) -> bool | None:
+        """Note what a tick has committed and play it where it is wanted; None when it is not.
+
+        Whatever becomes of its chunk, a tick that came back is a boundary to go back to, and one
+        that was judged a sign of life.
+        """
+        control, watch = self.control, self.watch
+        try:
+            with control.submit_lock:
+                self._running = None
+                self._interrupts.ended()
+                # A tick that began before a hold, or before the resync after it, saw an older
+                # robot; one that began before an interrupt had an older goal.
+                wanted = generation == control.generation and control.holds.may_tick and (
+                    prepared.resync == (control.holds.phase is Phase.RESYNC)
+                ) and cut == self._interrupts.cut
+                played = self._finish(chunk, prepared, wanted)
+        except ActionError:
+            watch.finished(time.monotonic_ns())
             raise
         finally:
-            if admission is not None:
-                admission.tick_ended()
-        inferred = time.perf_counter()
-        with control.submit_lock:
-            self._running = None
-            self._interrupts.ended()
-            # A tick that began before a hold, or before the resync after it, saw an older robot;
-            # one that began before an interrupt had an older goal.
-            wanted = generation == control.generation and control.holds.may_tick and (
-                resync == (control.holds.phase is Phase.RESYNC)) and cut == self._interrupts.cut
-            played = self._finish(chunk, prepared, wanted)
-            if not wanted:
-                self.counters.add('results_dropped')
-                self.watch.dropped()
-                return False
-        if self.watch.finished(time.monotonic_ns()) and (
-                self.watch.misses_in_a_row >= self.watch.error_after):
+            self.session.lane.call(lambda: self._mark(prepared.start.epoch))
+        if not wanted:
+            self.counters.add('results_dropped')
+            watch.dropped()
+            return None
+        if watch.finished(time.monotonic_ns()) and watch.misses_in_a_row >= watch.error_after:
             control.hold(Cause.TICK_DEADLINE,
-                         message=f'{self.watch.misses_in_a_row} ticks in a row were late')
-        self.session.lane.call(lambda: self._mark(generation))
-        self.times.record((begun, collected, submitted, inferred, time.perf_counter()),
-                          prepared, chunk)
+                         message=f'{watch.misses_in_a_row} ticks in a row were late')
         return played
 
     def expects_ticks(self) -> bool:
@@ -415,7 +444,7 @@ class Engine:
         took in, played or not: a replay needs it.
         """
         control, outputs = self.control, self.control.outputs
-        committed = prepared.start.epoch == control.progress.epoch and not control.changing
+        committed = prepared.start.epoch == control.progress.epoch
         if committed:
             self.book.committed(prepared, chunk)
             control.progress.tick = chunk.tick
@@ -426,53 +455,29 @@ class Engine:
                 outputs.tick_input(chunk, prepared)
         if played is None:
             return False
-        actions, first, transition = played
         answer = self._interrupts.played(
             chunk.subgoal_sequence, time.monotonic_ns(), control.progress.step)
-        outputs.chunk(chunk, prepared, actions, first)
+        outputs.chunk(chunk, prepared, played.actions, played.first_step)
         outputs.heartbeat()
-        control.emit(transition)
+        control.emit(played.transition)
         if answer is not None:
             outputs.event('interrupt', str(answer.sequence), asdict(answer))
         outputs.status()
         return control.holds.phase is Phase.RUN
 
-    def _play(
-        self, chunk: Chunk, prepared: Prepared
-    ) -> tuple[NDArray[np.float64], int, Transition | None] | None:
-        """Check a chunk and put it into play: its checked actions, its first step, what it ended.
-
-        :return: None when all of it is past.
-        """
+    def _play(self, chunk: Chunk, prepared: Prepared) -> InPlay | None:
         control = self.control
         running = control.holds.phase is Phase.RUN
-        late = control.player.steps_executed - prepared.start.at_step
-        first = min(late, self.ports.horizon - 1)
         try:
-            guarded = control.guard.check(
-                self.book.robot_actions(chunk, prepared), first_step=first,
-                commanded=control.limiter.command if running and not control.still else None)
-            if not running:
-                control.begin_from_measured(
-                    guarded.actions[first], self._parameters['resync_speed_ratio'])
+            return control.put_into_play(
+                self.book.robot_actions(chunk, prepared), prepared, running)
         except ActionError as error:
             self._faults.action(error, resync=not running)
             raise
-        control.ticks_played += 1
-        self.counters.add('ticks')
-        if not control.player.swap(guarded.actions, prepared.start).accepted:
-            self.counters.add('chunks_too_late')
-            return None
-        now = time.monotonic_ns()
-        transition = None if running else control.holds.offer(
-            now if self.lock_step else prepared.observation.oldest_received_ns, now)
-        if not control.stream:
-            control.publish_chunk(guarded.actions, first)
-        return guarded.actions, first, transition
 
-    def _mark(self, generation: int) -> None:
+    def _mark(self, epoch: int) -> None:
         # After a verb the boundary is no longer the one this tick has committed.
-        if generation == self.control.generation and not self.control.changing:
+        if epoch == self.control.progress.epoch and not self.control.changing:
             self._take_mark()
 
     # -- what goes wrong ------------------------------------------------------------------------

@@ -16,8 +16,8 @@ from flashrt_core.errors import FlashrtError
 from flashrt_core.errors import LaneBusy
 from flashrt_core.errors import ParameterInvalid
 from flashrt_ros.action import RunEpisode
-from flashrt_ros.executor_control import Begun
 from flashrt_ros.executor_control import Control
+from flashrt_ros.executor_control import Run
 from flashrt_ros.futures import wake
 from flashrt_ros.hold import Cause
 from flashrt_ros.hold import Phase
@@ -31,8 +31,10 @@ FEEDBACK_PERIOD_S = 0.1
 class _Run:
     goal: ServerGoalHandle
     ended: Future
-    begun: Begun
-    started_s: float
+    control: Control
+    begun: Run
+    seen_s: float  # ROS time when it was looked at last
+    elapsed_s: float = 0.0
 
 
 class EpisodeServer:
@@ -74,11 +76,12 @@ class EpisodeServer:
                 'an episode is running; cancel it or wait for its result'))
         self._busy = True
         try:
-            begun = await self._node.begin_episode(goal.request)
-            self._run = _Run(goal, Future(executor=self._node.executor), begun, self._ros_now_s())
+            control, begun = await self._node.begin_episode(goal.request)
+            self._run = run = _Run(goal, Future(executor=self._node.executor), control, begun,
+                                   self._ros_now_s())
             self._timer.reset()
-            termination = await self._run.ended
-            self._finish(goal, result, termination)
+            self._watch()  # what has come while it began ends it at once
+            self._finish(run, result, await run.ended)
         except FlashrtError as error:
             self._refuse(goal, result, error)
         finally:
@@ -86,21 +89,15 @@ class EpisodeServer:
             self._run, self._busy = None, False
         return result
 
-    def _finish(self, goal: ServerGoalHandle, result: RunEpisode.Result, termination: str) -> None:
-        assert self._run is not None
-        control: Control | None = self._node.control
-        begun = self._run.begun
+    def _finish(self, run: _Run, result: RunEpisode.Result, termination: str) -> None:
+        goal = run.goal
+        count = run.control.end_run(run.begun, hold=self._node.state_label == ACTIVE)
         result.termination = termination
-        result.episode = begun.episode
-        if control is not None:
-            control.end_run()
-            if self._node.state_label == ACTIVE and termination != 'reset':
-                control.hold(END)
-            result.steps = control.progress.step - begun.step
-            result.ticks = int(control.ticks_played) - begun.tick
+        result.episode, result.steps, result.ticks = run.begun.episode, count.steps, count.ticks
         result.success = termination in ('steps', 'duration')
         result.message = (f'episode {result.episode} ended ({termination}) after {result.steps} '
-                          f'steps and {result.ticks} ticks; the robot holds')
+                          f'steps and {result.ticks} ticks; '
+                          + ('a reset has begun the next' if count.over else 'the robot holds'))
         if termination == 'cancelled':
             goal.canceled()
         elif result.success:
@@ -110,25 +107,31 @@ class EpisodeServer:
             goal.abort()
 
     def _watch(self) -> None:
-        run, control = self._run, self._node.control
-        if run is None or control is None or run.ended.done():
+        run = self._run
+        if run is None or run.ended.done():
             return
-        progress, holds = control.progress, control.holds
+        progress, holds = run.control.progress, run.control.holds
+        count = run.control.count(run.begun)
         run.goal.publish_feedback(RunEpisode.Feedback(
             episode=progress.episode, step=progress.step, tick=progress.tick,
             phase=self._node.phase))
         limit_s, limit = run.goal.request.max_duration_s, run.goal.request.max_steps
-        if progress.epoch != run.begun.epoch and progress.episode != run.begun.episode:
+        # A clock that jumps, back or from zero on, makes an episode neither longer nor shorter.
+        now_s, last_s = self._ros_now_s(), run.seen_s
+        run.elapsed_s += max(now_s - last_s, 0.0) if last_s > 0.0 else 0.0
+        run.seen_s = now_s
+        if limit and count.steps >= limit:
+            self.abandon('steps')
+        elif count.over:
             self.abandon('reset')
         elif run.goal.is_cancel_requested:
             self.abandon('cancelled')
-        elif limit and progress.step - run.begun.step >= limit:
-            self.abandon('steps')
-        elif limit_s > 0.0 and self._ros_now_s() - run.started_s >= limit_s:
+        elif limit_s > 0.0 and run.elapsed_s >= limit_s:
             self.abandon('duration')
         elif Cause.FAULT in holds.causes:
             self.abandon('fault')
-        elif (holds.phase is Phase.HOLD and holds.latched) or self._node.state_label != ACTIVE:
+        elif ((holds.phase is Phase.HOLD and holds.latched) or self._node.state_label != ACTIVE
+              or self._node.control is not run.control):
             self.abandon('held')
 
     def _refuse(self, goal: ServerGoalHandle, result: RunEpisode.Result,

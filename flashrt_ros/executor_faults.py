@@ -58,7 +58,7 @@ class Faults:
             self._control.hold(Cause.SUBGOAL_DEADLINE,
                                message='no newer subgoal came within its deadline_s')
             self._control.outputs.outcome(
-                self._slot.requested, TIMED_OUT,
+                overdue, TIMED_OUT,
                 'its deadline_s has passed; the robot holds until the next subgoal')
         elif Cause.SUBGOAL_DEADLINE in causes and not overdue:
             self._control.clear(Cause.SUBGOAL_DEADLINE)
@@ -71,9 +71,10 @@ class Faults:
     def _held(self, cause: str, latched: bool, message: str) -> None:
         """Tell that the subgoal in force has failed when a hold will not end by itself."""
         ill = cause == Cause.POISONED or (latched and cause in FAILING)
-        if ill and self._slot.in_force:
+        in_force = self._slot.in_force  # read once: a tick or a restore may change it meanwhile
+        if ill and in_force:
             self._control.outputs.outcome(
-                self._slot.in_force, FAILED,
+                in_force, FAILED,
                 f'the robot holds for {cause} and needs help{": " if message else ""}{message}')
 
     def observation(self, error: ObservationError) -> None:

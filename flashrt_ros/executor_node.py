@@ -29,9 +29,9 @@ from flashrt_ros.clocks import RosClock
 from flashrt_ros.config_files import find_embodiment
 from flashrt_ros.control_loop import StepThread
 from flashrt_ros.embodiment import load_embodiment
-from flashrt_ros.executor_control import Begun
 from flashrt_ros.executor_control import Control
 from flashrt_ros.executor_control import Progress
+from flashrt_ros.executor_control import Run
 from flashrt_ros.executor_engine import Engine
 from flashrt_ros.executor_episode import check_goal
 from flashrt_ros.executor_episode import END
@@ -124,8 +124,9 @@ class ExecutorNode(SessionNode):
         self._check_guidance(self.parameters)
         self._tokenizer = session.tokenizer
         store = self.open_store(backend, self.parameters['rollback_ticks'] + 1)
-        self.control = Control(robot, self.outputs, self.report.counters, self.parameters)
-        self.control.progress = self._kept_progress
+        kept = self._kept_progress  # of the session before: epoch, episode and step go on
+        kept.tick, kept.active_capsule, kept.bit_exact = 0, '', True
+        self.control = Control(robot, self.outputs, self.report.counters, self.parameters, kept)
         self.engine = Engine(
             session, robot, self.control, self.parameters, self._clock_reader,
             self.now_ns, self.report.counters, lambda: store.mark(session.boundary))
@@ -185,32 +186,37 @@ class ExecutorNode(SessionNode):
         """What the node does now, in the words of ~/status."""
         if self.configuring:
             return self.configuring
-        if self.control is None or self.state_label != ACTIVE:
-            return 'ready' if self.control is not None else 'unconfigured'
-        return _PHASES[self.control.holds.phase]
+        control = self.control  # read once: a cleanup may run beside
+        if control is None or self.state_label != ACTIVE:
+            return 'ready' if control is not None else 'unconfigured'
+        return _PHASES[control.holds.phase]
 
     @property
     def epoch(self) -> int:
         """Restores so far."""
-        return 0 if self.control is None else self.control.progress.epoch
+        control = self.control
+        return 0 if control is None else control.progress.epoch
 
     def expects_ticks(self) -> bool:
         """Whether the next tick comes by the clock; any thread."""
-        return self.engine is not None and self.engine.expects_ticks()
+        engine = self.engine
+        return engine is not None and engine.expects_ticks()
 
     def admit_through(self, admission: Admission | None) -> None:
         """Have ticks announced to a planner's admission; None ends it. Any thread."""
         old, self._admission = self._admission, admission
-        if self.engine is not None:
-            self.engine.admission = admission
+        engine = self.engine
+        if engine is not None:
+            engine.admission = admission
         if old is not None:
             old.tick_ended()
 
     def now_text(self) -> str:
         """Return in words where the node stands, the end of every reply."""
-        if self.control is None:
+        control = self.control
+        if control is None:
             return f'the node is {self.state_label}'
-        progress, causes = self.control.progress, ', '.join(self.control.holds.causes)
+        progress, causes = control.progress, ', '.join(control.holds.causes)
         return (f'now {self.state_label}, {self.phase}, epoch {progress.epoch}, '
                 f'episode {progress.episode}, tick {progress.tick}'
                 + (f', held by {causes}' if causes else ''))
@@ -224,10 +230,11 @@ class ExecutorNode(SessionNode):
 
         :raises ConfigError: it is too long, or the policy has no tokenizer.
         """
-        if self._tokenizer is None:
+        tokenizer = self._tokenizer
+        if tokenizer is None:
             raise ConfigError(f'text {text!r:.60} cannot be tokenised: the policy config names no '
                               'tokenizer; send token ids')
-        return list(self._tokenizer.encode(text, limit))
+        return list(tokenizer.encode(text, limit))
 
     def play_step(self, observed_after_ns: int) -> None:
         """Lock-step: tick if one is due, then play one step; worker thread.
@@ -240,57 +247,59 @@ class ExecutorNode(SessionNode):
         if self.control.step() is None:
             raise ObservationError('no action is left to play; call ~/step again')
 
-    async def begin_episode(self, request: RunEpisode.Goal) -> Begun:
-        """Check a goal, take over its prompt, reset if asked; return what it counts from.
+    async def begin_episode(self, request: RunEpisode.Goal) -> tuple[Control, Run]:
+        """Check a goal, reset if asked, take over its prompt; return what it counts from.
 
-        :raises FlashrtError: the goal is refused.
+        :raises FlashrtError: the goal is refused, and nothing has changed.
         """
         self.services_made.frame.require((ACTIVE,), '~/run_episode')
         check_goal(request)
-        assert self.control is not None and self.verbs is not None and self.engine is not None
-        if request.prompt:
-            tokens = self.tokenize(request.prompt, self.engine.ports.prompt_tokens)
-            self._take_prompt(request.prompt, tokens)
-        seed = int(request.seed) if request.set_seed else None
-        control = self.control
-        begun: list[Begun] = []
-
-        def begin() -> None:
-            begun.append(control.begin_run(request.max_steps, END))
-
+        control, verbs, engine = self.control, self.verbs, self.engine
+        assert control is not None and verbs is not None and engine is not None
+        prompt, seed = request.prompt, int(request.seed) if request.set_seed else None
+        tokens = self.tokenize(prompt, engine.ports.prompt_tokens) if prompt else None
         if request.reset:
-            verbs = self.verbs
+            begun: list[Run] = []
+
+            def begin() -> None:
+                begun.append(control.begin_run_locked(request.max_steps, END))
+                if tokens is not None:
+                    self._tell_prompt(prompt, tokens)
+
             # Counted from within the reset: the robot may move before its reply is here.
-            await self.services_made.frame.run(lambda: verbs.reset('', seed, begin))
-        else:
-            if seed is not None:
-                self.engine.write(seed=seed)
-                self.outputs.event('seed', str(seed), {'seed': seed})
-            begin()
-        control.clear(END)
-        return begun[0]
+            await self.services_made.frame.run(lambda: verbs.reset('', seed, begin, tokens))
+            return control, begun[0]
+        if tokens is not None:
+            self._take_prompt(engine, prompt, tokens)
+        if seed is not None:
+            engine.write(seed=seed)
+            self.outputs.event('seed', str(seed), {'seed': seed})
+        return control, control.begin_run(request.max_steps, END)
 
     # -- parameters -----------------------------------------------------------------------------
 
     def _check_best_of(self, values: Mapping[str, Any]) -> None:
-        if self._session is not None:
-            n, held = values['best_of'], sorted(self._session.best_of_keys)
+        session = self._session  # read once here and below: a cleanup may run beside
+        if session is not None:
+            n, held = values['best_of'], sorted(session.best_of_keys)
             if n > 1 and n not in held:
                 raise ParameterInvalid(
                     f'parameter best_of is {n}; captured are {held}: give one of them or 1, or '
                     "add it to best_of_keys of the policy's config")
 
     def _check_guidance(self, values: Mapping[str, Any]) -> None:
-        if self._session is not None and values['guidance'] != 1.0 and not any(
-                port.modality is Modality.GUIDANCE for port in self._session.ports):
+        session = self._session
+        if session is not None and values['guidance'] != 1.0 and not any(
+                port.modality is Modality.GUIDANCE for port in session.ports):
             raise ParameterInvalid(
                 f'parameter guidance is {values["guidance"]:g}; the policy was bound without it: '
                 'give 1, or set guidance: true in its config')
 
     def _check_prompt(self, values: Mapping[str, Any]) -> None:
-        if values['prompt'] and self.engine is not None:
+        engine = self.engine
+        if values['prompt'] and engine is not None:
             try:
-                self.tokenize(values['prompt'], self.engine.ports.prompt_tokens)
+                self.tokenize(values['prompt'], engine.ports.prompt_tokens)
             except ConfigError as error:
                 raise ParameterInvalid(f'parameter prompt: {error}') from None
 
@@ -304,23 +313,26 @@ class ExecutorNode(SessionNode):
 
     _prompt = ''  # of the newest episode goal, until the parameter is set
 
-    def _take_prompt(self, text: str, tokens: Sequence[int]) -> None:
-        assert self.engine is not None
+    def _take_prompt(self, engine: Engine, text: str, tokens: Sequence[int]) -> None:
+        engine.write(prompt=tuple(tokens))
+        self._tell_prompt(text, tokens)
+
+    def _tell_prompt(self, text: str, tokens: Sequence[int]) -> None:
         self._prompt = text
-        self.engine.write(prompt=tuple(tokens))
         self.outputs.event('prompt', text, {'text': text, 'tokens': list(tokens)})
 
     def _parameter_changed(self, name: str, old: Any, new: Any) -> None:
+        engine = self.engine  # read once: a cleanup may run beside
         if name == 'prompt':
-            if self.engine is not None:
-                self._take_prompt(new, self.tokenize(new, self.engine.ports.prompt_tokens)
+            if engine is not None:
+                self._take_prompt(engine, new, self.tokenize(new, engine.ports.prompt_tokens)
                                   if new else [])
             self._prompt = ''
             return
-        if self.engine is not None:
-            self.engine.parameters_changed()
-            if name == 'guidance' and self.engine.ports.guidance:
-                self.engine.write(guidance=new)
+        if engine is not None:
+            engine.parameters_changed()
+            if name == 'guidance' and engine.ports.guidance:
+                engine.write(guidance=new)
         self.outputs.event('parameter', name, {'old': old, 'new': new})
 
     # -- inside ---------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ doc/parameters.md is made from this table (``python -m flashrt_ros.executor_para
 keeps the two the same.
 """
 
+from collections.abc import Iterable
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,14 @@ def executor_parameters() -> ParameterTable:
     table = ParameterTable(SPECS)
     table.add_check(_check_deadlines)
     return table
+
+
+def age_limits(values: Any, views: Iterable[str]) -> dict[str, Any]:
+    """Return what an ObservationWatch judges by, from parameters and the robot's views."""
+    images = {f'images/{view}': values['max_image_age_s'] for view in views}
+    return {'max_age_s': {'joint_states': values['max_joint_age_s'], **images},
+            'max_skew_s': values['max_skew_s'],
+            'future_tolerance_s': values['future_tolerance_s']}
 
 
 def heartbeat_deadline_s(values: ParameterTable) -> float:

@@ -73,21 +73,21 @@ class ExecutorReport(SessionReport):
             section.worsen(WARN, f'{misses} tick missed tick_deadline_s')
 
     def _steps(self, section: Section) -> None:
-        thread = self._node.step_thread
-        if thread is None:
+        thread, control = self._node.step_thread, self._node.control
+        if thread is None or control is None:
             return
         report = thread.report()
         for key, value in vars(report).items():
             section.add(key, value)
-        for key, value in self._node.control.player.timing.figures().items():
+        for key, value in control.player.timing.figures().items():
             section.add(key, value)
         if report.errors:
             section.worsen(ERROR, f'{report.errors} steps raised; see the log')
 
     def _observations(self, section: Section) -> None:
-        engine = self._node.engine
+        engine, control = self._node.engine, self._node.control
         self.faults.fill(section)
-        if engine is None:
+        if engine is None or control is None:
             return
         observation = engine.observations.newest()
         now = engine.reading(observation)
@@ -99,5 +99,5 @@ class ExecutorReport(SessionReport):
                 section.worsen(WARN, f'{stream} has sent nothing that could be used yet')
             else:
                 section.add(f'{stream} age_s', (now.now_ns - sample.stamp_ns) / 1e9)
-        if Cause.OBSERVATION in self._node.control.holds.causes:
+        if Cause.OBSERVATION in control.holds.causes:
             section.worsen(ERROR, 'holding: the observations cannot be used, see ~/events')

@@ -73,10 +73,14 @@ class ExecutorServices:
 
     def _reset(self, request: srv.Reset.Request, response: srv.Reset.Response) -> str:
         capsule = check_id(request.capsule_id) if request.capsule_id else ''
-        report = self._node.verbs.reset(capsule, request.seed if request.set_seed else None)
         progress = self._node.control.progress
-        response.restore_us, response.epoch = report.us, progress.epoch
-        response.episode = progress.episode
+
+        def begun() -> None:  # read there: another reset may come before this one's reply
+            response.epoch, response.episode = progress.epoch, progress.episode
+
+        report = self._node.verbs.reset(
+            capsule, request.seed if request.set_seed else None, begun)
+        response.restore_us = report.us
         return f'restored {report.id}; {self._node.now_text()}'
 
     def _fork(self, request: srv.Fork.Request, response: srv.Fork.Response) -> str:
@@ -117,13 +121,12 @@ class ExecutorServices:
 
     def _resume(self, request: srv.Resume.Request, response: srv.Resume.Response) -> str:
         control = self._node.control
-        asked = self._asked_holds & set(control.holds.causes)
-        self._asked_holds.clear()
-        if asked and not control.holds.latched:
-            for cause in asked:
-                control.clear(cause)
-        else:
+        asked = [cause for cause in control.holds.causes if cause in self._asked_holds]
+        if control.holds.latched or not asked:
             control.resume()
+        for cause in asked:
+            control.clear(cause)
+        self._asked_holds.clear()
         return f'resync begins; {self._node.now_text()}'
 
     def _step(self, request: srv.Step.Request, response: srv.Step.Response) -> str:

@@ -71,15 +71,20 @@ class Verbs:
         self._named = 0
 
     def reset(self, capsule_id: str, seed: int | None,
-              begun: Callable[[], object] = lambda: None) -> RestoreReport:
+              begun: Callable[[], object] = lambda: None,
+              prompt: Sequence[int] | None = None) -> RestoreReport:
         """Restore C0 or another capsule and begin an episode.
 
-        :param begun: called in the new episode before anything is commanded in it.
+        :param begun: called in the new episode before anything is commanded in it; under the
+            submit lock.
+        :param prompt: token ids in place of the prompt in force.
         :raises FlashrtError: the state is as before, unless the session is poisoned.
         """
         if seed is not None and seed < 0:
             raise ParameterInvalid(f'seed is {seed}; give 0 to 2**63 - 1')
         pending = replace(self._in_force(), seed=seed)
+        if prompt is not None:
+            pending = replace(pending, prompt=tuple(prompt))
         detail = {name: value for name, value in vars(pending).items() if value is not None}
         return self._go_to(
             'reset', capsule_id or C0, self._session.lane.at_segment_end,
@@ -136,20 +141,27 @@ class Verbs:
                 self._engine.observations.wait_for(
                     observed_after_ns, self._parameters['observation_timeout_s'])
             self._control.begin_change(hold=False)
+            found: Branches | None = None
             restored = False
+
+            def evaluated() -> None:
+                if restored:
+                    self._engine.restored()
+                elif found is not None and found.committed >= 0:
+                    # Before the next tick, which goes on from what this branch has committed.
+                    row = found.committed
+                    self._engine.play(
+                        replace(found.chunk, actions=found.chunk.actions[row:row + 1]),
+                        found.prepared)
+
             try:
                 found = self._evaluate(capsule_id, n, seeds, commit)
                 restored = bool(capsule_id) and found.committed >= 0
             finally:
                 self._control.end_change(
-                    restored, capsule=capsule_id, with_lock=self._engine.restored,
+                    restored, capsule=capsule_id, with_lock=evaluated,
                     bit_exact=self._session.boundary.bit_exact,
                     poisoned=self._session.boundary.poisoned is not None)
-            if found.committed >= 0 and not capsule_id:
-                row = found.committed
-                self._engine.play(
-                    replace(found.chunk, actions=found.chunk.actions[row:row + 1]),
-                    found.prepared)
         self._control.outputs.event('fork', capsule_id, {
             'n': n, 'seeds': list(seeds), 'spread': found.spread, 'selected': found.selected,
             'committed': found.committed})
@@ -175,14 +187,15 @@ class Verbs:
 
             def entered() -> None:
                 engine, progress = self._engine, self._control.progress
-                assert report is not None
+                if report is None:
+                    return
                 dropped = engine.restored(pending)
                 progress.tick = report.position
-                begun()
                 self._control.outputs.event(kind, name, {
                     'restore_us': report.us, 'bytes': report.bytes, 'source': report.source,
                     'position': report.position, 'bit_exact': report.bit_exact,
                     **({'subgoal_dropped': dropped} if dropped else {}), **(detail or {})})
+                begun()
 
             try:
                 report = self._on_lane(post, work, kind)
@@ -202,6 +215,7 @@ class Verbs:
         if error is not None:
             raise error
         here = self._on_lane(lane.at_boundary, self._mark_here, 'fork')
+        engine.taken_in(self._parameters['verb_timeout_s'])
         try:
             if capsule_id:
                 self._on_lane(lane.at_boundary, lambda: self._restore(capsule_id, 'same'), 'fork')
