@@ -258,6 +258,9 @@ def _verify(options: argparse.Namespace) -> Answer:
 
 def _export(options: argparse.Namespace) -> Answer:
     session, _, id = options.id.rpartition('@')  # as `ls` prints it
+    if session and options.session not in ('', session):
+        raise ConfigError(f'{options.id} is of session {session!r} and --session says '
+                          f'{options.session!r}: give one of the two')
     session = options.session or session
     session = check_id(session, 'session name') if session else ''
     if options.target.is_dir():

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 import math
+import operator
 from typing import TYPE_CHECKING
 
 import torch
@@ -64,10 +65,15 @@ class BufferSpec:
     rows: bool = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, 'role', Role(self.role))
-        object.__setattr__(self, 'shape', tuple(int(size) for size in self.shape))
-        if self.kind is not None:
-            object.__setattr__(self, 'kind', Kind(self.kind))
+        try:
+            object.__setattr__(self, 'role', Role(self.role))
+            object.__setattr__(self, 'shape', tuple(map(operator.index, self.shape)))
+            if self.kind is not None:
+                object.__setattr__(self, 'kind', Kind(self.kind))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f'buffer {self.name!r} has role {self.role!r}, kind {self.kind!r}, shape '
+                f'{self.shape!r}: {error}; give a Role, a Kind and whole numbers') from None
         if not self.name:
             raise ConfigError(f'a buffer spec has the name {self.name!r}; give it a name')
         if (self.role is Role.STATE) != (self.kind is not None):

@@ -209,6 +209,14 @@ def test_a_name_that_cannot_be_looked_up_does_not_keep_the_other_files_from_bein
     assert code == 1 and 'too long' in out and 'a.capsule: ok' in out
 
 
+def test_export_refuses_two_sessions_for_one_capsule(
+        folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / 'out'
+    code, _, err = run(capsys, 'export', folder, 'robot@other', out, '--session', 'planner')
+    assert code == 2 and 'robot' in err and 'planner' in err and not out.exists()
+    assert run(capsys, 'export', folder, 'planner@other', out, '--session', 'planner')[0] == 0
+
+
 def test_export_says_that_its_directory_is_missing(
         folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = run(capsys, 'export', folder / 'nowhere', 'a', folder / 'out')

@@ -122,7 +122,7 @@ def test_a_row_that_does_not_exist_is_refused(backend):
 
 @pytest.mark.parametrize('change', [
     {'name': ''}, {'kind': None}, {'role': Role.INPUT}, {'shape': (0,)}, {'shape': (-1, 2)},
-    {'kind': Kind.KV},
+    {'kind': Kind.KV}, {'shape': (2.7,)}, {'shape': 2}, {'role': 'nothing'}, {'kind': 'nothing'},
 ])
 def test_a_spec_that_says_nothing_sensible_is_refused(change):
     fields = {'name': 'x', 'role': Role.STATE, 'dtype': torch.float32, 'shape': (2,),
