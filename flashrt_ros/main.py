@@ -161,29 +161,47 @@ def run_nodes(
         executors.append(SingleThreadedExecutor())
         executors[-1].add_node(node)
     stop.on_set(lambda: [executor.wake() for executor in executors])
-    # They end with the executors' shutdown: a node that ends may still wait for a callback.
-    spinning = [threading.Thread(target=_spin, args=(executor, lambda: False), daemon=True)
-                for executor in executors[1:]]
-    for thread in spinning:
-        thread.start()
+    # They end with the executors' shutdown: a node that ends may still wait for a callback, and
+    # what it owes, the result of a goal, is sent from one.
+    spinning = [_spun(executor) for executor in executors[1:]]
     _spin(executors[0], stop.is_set)
     nodes[0].get_logger().info(f'ending: {stop.reason or "context shut down"}')
+    spinning.append(_spun(executors[0]))
     ended = all([node.stop(stop_timeout_s) for node in reversed(nodes)])
     if not ended or stop.exit_code == EXIT_DEVICE_LOST:
         # A wedged device would block the destructors of its own libraries.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(stop.exit_code)
-    for executor in executors[1:]:
+    for executor in executors:
+        _let_out(executor)
         executor.shutdown(timeout_sec=1.0)
     for thread in spinning:
         thread.join(1.0)
     for executor, node in zip(executors, nodes, strict=True):
         executor.remove_node(node)
         node.destroy_node()
-    executors[0].shutdown()
     rclpy.try_shutdown()
     return stop.exit_code
+
+
+def _spun(executor: SingleThreadedExecutor) -> threading.Thread:
+    """Return a thread that spins until the executor is shut down."""
+    thread = threading.Thread(target=_spin, args=(executor, lambda: False), daemon=True)
+    thread.start()
+    return thread
+
+
+def _let_out(executor: SingleThreadedExecutor) -> None:
+    """Wait until every callback that can go on has done so; not on the spinning thread.
+
+    A pass of the executor takes the newest task first, so between two of ours lies a whole one.
+    """
+    for _ in range(2):
+        passed = threading.Event()
+        executor.create_task(passed.set)
+        if not passed.wait(1.0):
+            return
 
 
 def _spin(executor: SingleThreadedExecutor, ended: Callable[[], bool]) -> None:

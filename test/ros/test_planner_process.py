@@ -133,6 +133,18 @@ def test_bringup_ends_with_0_at_a_signal_in_mid_plan_and_both_nodes_answer(
     assert 'Traceback' not in process.log() and 'not acknowledged' not in process.log()
 
 
+def test_a_client_gets_the_result_of_its_plan_when_the_planner_is_told_to_end(
+        group: ProcessGroup, watcher: Watcher) -> None:
+    process = start(group, STEP_S='0.05')
+    client = Client(watcher)
+    result = client.plan(dry_run=True).get_result_async()
+    group.wait_for(lambda: client.status[-1].phase == 'decode', 20, 'the plan')
+    assert ended(process, signal.SIGTERM) == 0 and 'Traceback' not in process.log()
+    group.wait_for(result.done, 20, 'the result')
+    assert result.result().result.code == 'cancelled'
+    assert 'the node ends' in result.result().result.message
+
+
 def test_a_planner_alone_ends_with_0_and_a_wrong_parameter_with_2(
         group: ProcessGroup, watcher: Watcher) -> None:
     process = start(group)
