@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 import os
 import threading
+import traceback
 
 import numpy as np
 from numpy.typing import NDArray
@@ -257,6 +258,7 @@ class StepThread:
         :param callback: called with the slot number (grows by one plus the missed ones) on the
             step thread.
         :param on_error: called on the step thread with what the callback raised; set a hold there.
+            What it raises itself is printed and counted too.
         :param fifo_priority: 1..99 asks for SCHED_FIFO, 0 does not; a refusal is reported, not
             raised.
         :param late_after_s: steps beginning later than this are counted as late.
@@ -350,10 +352,18 @@ class StepThread:
                 self._callback(slot)
             except Exception as error:
                 self._errors += 1
-                self._on_error(error)
+                self._tell(error)
             self._steps += 1
             slot += 1
             deadline += period
+
+    def _tell(self, error: Exception) -> None:
+        try:
+            self._on_error(error)
+        except Exception:
+            # Steps go on: a robot whose step thread has ended could not be resumed.
+            self._errors += 1
+            traceback.print_exc()
 
     def _sleep_until(self, deadline_ns: int) -> bool:
         while not self._stopping:

@@ -450,13 +450,13 @@ class Engine:
             control.progress.tick = chunk.tick
         try:
             played = self._play(chunk, prepared) if wanted else None
+            answer = None if played is None else self._interrupts.played(
+                chunk.subgoal_sequence, time.monotonic_ns(), control.progress.step)
         finally:
             if committed:
                 outputs.tick_input(chunk, prepared)
         if played is None:
             return False
-        answer = self._interrupts.played(
-            chunk.subgoal_sequence, time.monotonic_ns(), control.progress.step)
         outputs.chunk(chunk, prepared, played.actions, played.first_step)
         outputs.heartbeat()
         control.emit(played.transition)

@@ -41,7 +41,7 @@ class EpisodeServer:
     """Serves one episode at a time; every method runs on the executor thread.
 
     The step limit is exact: the step thread itself holds after the last step. The robot holds when
-    the episode ends, whatever ended it, until the next reset or episode.
+    the episode ends, whatever ended it, until the next reset, restore or episode.
     """
 
     def __init__(self, node: Any) -> None:

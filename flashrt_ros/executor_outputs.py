@@ -73,7 +73,7 @@ class ExecutorOutputs:
         self._status = self._publisher(ExecutorStatus, '~/status', qos.status())
         self._outcomes = self._publisher(SubgoalOutcome, 'subgoal_outcome', qos.record())
         self._reporter = OutcomeReporter(None, self._publish_outcome)
-        self._newest_done = 0
+        self._newest_done = (0, 0)  # epoch and sequence
         self._heartbeats = self._publisher(
             Heartbeat, '~/heartbeat', qos.heartbeat(heartbeat_deadline_s))
         self._status_lock = threading.Lock()
@@ -131,9 +131,9 @@ class ExecutorOutputs:
         return message
 
     def take_done(self) -> int:
-        """Return the sequence of a subgoal that was told to be done since the last call, or 0."""
-        done, self._newest_done = self._newest_done, 0
-        return done
+        """Return a subgoal of this epoch that was told to be done since the last call, or 0."""
+        (epoch, sequence), self._newest_done = self._newest_done, (0, 0)
+        return sequence if epoch == self.progress.epoch else 0
 
     def outcome(self, sequence: int, outcome: str, message: str) -> None:
         """Publish what became of a subgoal, unless that was told already."""
@@ -141,7 +141,7 @@ class ExecutorOutputs:
 
     def _publish_outcome(self, sequence: int, outcome: str, message: str) -> None:
         if outcome == DONE:
-            self._newest_done = sequence
+            self._newest_done = (self.progress.epoch, sequence)
         told = SubgoalOutcome(
             sequence=sequence, episode=self.progress.episode, message=message,
             outcome=getattr(SubgoalOutcome, outcome.upper()))
@@ -163,7 +163,7 @@ class ExecutorOutputs:
         message.header.stamp = self._now()
         self._events.publish(message)
         for listener in tuple(self.listeners):
-            listener(kind, name, {**detail, 'epoch': progress.epoch})
+            listener(kind, name, {**detail, 'epoch': message.epoch})
         told = f'{kind} {name}: {detail.get("message", "on request")}'
         if kind == 'fault' or detail.get('latched'):
             self._node.get_logger().error(told)

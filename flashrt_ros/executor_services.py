@@ -116,7 +116,7 @@ class ExecutorServices:
                 f'executor\'s own causes {", ".join(sorted(RESERVED_CAUSES))}')
         self._asked_holds.add(cause)
         self._node.control.hold(cause, latch=request.latch)
-        leave = '~/resume' if request.latch else '~/resume or ~/reset'
+        leave = '~/resume' if request.latch else '~/resume, ~/reset or a restore'
         return f'holding for {cause}, leave it by {leave}; {self._node.now_text()}'
 
     def _resume(self, request: srv.Resume.Request, response: srv.Resume.Response) -> str:

@@ -282,6 +282,22 @@ def test_lateness_goes_into_the_histogram():
     assert report.lateness_max_ms == pytest.approx(3.0)
 
 
+def test_steps_go_on_after_a_callback_that_fails_and_a_report_of_it_that_fails_too():
+    def callback(slot):
+        if slot == 2:
+            thread.stop()
+            return
+        raise ValueError(slot)
+
+    def no_hold(error):
+        raise RuntimeError('the publisher is ill') from error
+
+    thread = StepThread(0.02, callback, on_error=no_hold, clock=MadeUpClock())
+    thread.start()
+    thread._thread.join(10)
+    assert (thread.report().steps, thread.report().errors) == (3, 4)
+
+
 def test_a_failing_callback_is_reported_and_stepping_goes_on():
     seen = []
 

@@ -119,7 +119,7 @@ def test_a_lost_device_holds_and_asks_for_the_named_exit_status(tmp_path: Path) 
 def test_a_tick_that_never_ends_stops_the_heartbeat_and_counts_as_lost(tmp_path: Path) -> None:
     import threading
     policy = FakePolicy()
-    with rig(tmp_path, policy, device_timeout_s=0.5, tick_deadline_s=0.2) as r:
+    with rig(tmp_path, policy, device_timeout_s=2.0, tick_deadline_s=0.2) as r:
         r.run()
         policy.switches.gate = threading.Event()
         wait_until(r.stop_request.is_set, 'the stop request')

@@ -10,6 +10,7 @@ from _executor_rig import rig
 from _fake_policy import level
 import numpy as np
 import pytest
+from rclpy.parameter import Parameter
 from sensor_msgs.msg import Image
 from sensor_msgs.msg import JointState
 
@@ -82,12 +83,15 @@ def test_a_step_names_the_observation_that_does_not_come(tmp_path: Path) -> None
 
 def test_a_fork_waits_for_the_observation_that_it_is_asked_for(tmp_path: Path) -> None:
     from _ros_fixtures import wait_until
-    with rig(tmp_path, arm=False, lock_step=True, observation_timeout_s=0.3) as r:
-        run(r, 2, seed=5)
+    with rig(tmp_path, arm=False, lock_step=True) as r:
+        assert all(reply.success for reply in run(r, 2, seed=5))
         later = r.executor.engine.observations.newest().newest_stamp_ns + 10**9
         asked = {'n': 2, 'commit_branch': -1, 'observed_after': executor_node_time(later)}
+        patience = 'observation_timeout_s'
+        assert r.executor.set_parameters([Parameter(patience, value=0.3)])[0].successful
         reply = r.call('fork', **asked)
         assert reply.code == 'observation_missing' and reply.duration_us >= 0.25e6
+        assert r.executor.set_parameters([Parameter(patience, value=20.0)])[0].successful
         conductor = Conductor(r)
         conductor.now_ns = later
         wait_until(lambda: conductor.joints.get_subscription_count() == 1 and all(

@@ -89,6 +89,18 @@ def test_the_outcome_of_a_subgoal_is_published_when_the_policy_says_done(tmp_pat
             (7, SubgoalOutcome.DONE, told.episode)]
 
 
+@pytest.mark.ros
+def test_a_step_after_a_reset_tells_nothing_that_was_done_before_it(tmp_path: Path) -> None:
+    with rig(tmp_path, arm=False, lock_step=True) as r:
+        r.reset()
+        outputs = r.executor.outputs
+        outputs.outcome(1, DONE, 'the policy says so')
+        assert outputs.take_done() == 1 and outputs.take_done() == 0
+        outputs.outcome(2, DONE, 'the policy says so')
+        r.reset()
+        assert outputs.take_done() == 0
+
+
 def begin(r: Rig, **subgoal: Any) -> list[SubgoalOutcome]:
     """A robot that works on its subgoal 1, and the outcomes that are heard of it."""
     heard = outcomes_of(r)

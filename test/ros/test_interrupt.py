@@ -147,7 +147,8 @@ def test_a_flood_on_the_topic_keeps_the_newest_and_the_robot_moving(tmp_path: Pa
         given = [t.subgoal for t in r.policy.switches.inputs if t.subgoal is not None]
         assert len(given) > 5 and all(
             list(s.tokens) == [s.sequence % 500] * (1 + s.sequence % 20) for s in given), 'torn'
-        assert r.executor.phase == 'ticking' and counters['exhausted'] == 0
+        r.until_phase('ticking')
+        assert counters['exhausted'] == 0
         wait_until(lambda: not r.executor.engine.interrupted, 'the last answer')
         assert interrupt(r).success
 
