@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 MODES = ('blend', 'sync', 'ensemble', 'rtc')
+ALIKE = 1e-30  # a decay below it is 0: float32 has no number for it
 SCHEDULES = ('zeros', 'ones', 'linear', 'exp')
 
 
@@ -79,7 +80,8 @@ def ensemble(
     n = counts.gather(1, where.index).clamp(0, H)
     joined = where.held & (n > 0) & old.isfinite().all(-1)
     age = n[..., None].float()
-    before = torch.expm1(-decay * age) / math.expm1(-decay) if decay else age
+    alike = abs(decay) < ALIKE
+    before = age if alike else torch.expm1(-decay * age) / math.expm1(-decay)
     weight = torch.exp(-decay * age)
     out = (old * before + new * weight) / (before + weight)
     out = torch.where(joined[..., None], out, new)

@@ -62,7 +62,7 @@ def test_the_ensemble_is_the_weighted_mean_over_all_chunks_that_cover_a_step():
             assert int(counts[0, i]) == len(cover)
 
 
-@pytest.mark.parametrize('decay', [0.0, 0.01, -0.2])
+@pytest.mark.parametrize('decay', [0.0, 0.01, -0.2, 1e-320])
 def test_the_ensemble_of_equal_chunks_is_that_chunk(decay):
     chunk = draw(1, H, A)[:, :1].expand(1, H, A).contiguous()
     mean, counts = torch.zeros(1, H, A), torch.zeros(1, H, dtype=torch.int64)
