@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 MODES = ('blend', 'sync', 'ensemble', 'rtc')
-ALIKE = 1e-30  # a decay below it is 0: float32 has no number for it
+ALIKE = 1e-30  # a decay below it changes no float32 weight, and may be none itself
 SCHEDULES = ('zeros', 'ones', 'linear', 'exp')
 
 
