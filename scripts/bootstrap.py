@@ -132,8 +132,11 @@ def make_venv() -> None:
 
 def torch_kind() -> str:
     """Say which torch this machine wants: cpu, or cuda where there is an NVIDIA driver."""
-    if os.environ.get('FLASHRT_TORCH') in ('cpu', 'cuda'):
-        return os.environ['FLASHRT_TORCH']
+    wanted = os.environ.get('FLASHRT_TORCH', '')
+    if wanted in ('cpu', 'cuda'):
+        return wanted
+    if wanted:
+        raise BootstrapError(f'FLASHRT_TORCH is {wanted!r}; give cpu or cuda, or leave it out')
     driver = (Path('/proc/driver/nvidia/version'), Path('/dev/nvidia0'))
     return 'cuda' if any(path.exists() for path in driver) else 'cpu'
 
@@ -246,28 +249,45 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument('--only-packages', action='store_true', help='leave the interfaces alone')
     options = parser.parse_args()
-    lock = open(__file__)
-    fcntl.flock(lock, fcntl.LOCK_EX)
     try:
+        make_complete(options.only_packages)
+    except BootstrapError as err:
+        say(str(err))
+        return 1
+    except OSError as err:
+        say(f'the file system refuses{f" {err.filename}" if err.filename else ""}: '
+            f'{err.strerror or err}; check the permissions and the free space')
+        return 1
+    except KeyboardInterrupt:
+        say('stopped; the next make goes on from the last stage that was done')
+        return 130
+    return 0
+
+
+def make_complete(only_packages: bool) -> None:
+    """Do every stage that is not stamped, one bootstrap at a time."""
+    with open(__file__) as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say('another bootstrap of this checkout runs; waiting for its end')
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        kind = torch_kind()
         VENV.mkdir(exist_ok=True)
         interfaces = digest(interface_files())
-        if not (options.only_packages or stamped('interfaces', interfaces)):
+        wanted = not (only_packages or stamped('interfaces', interfaces))
+        if wanted:
             compiler_present()
         stage('python', digest([]), make_venv)
-        kind = torch_kind()
         pins = [REQUIREMENTS / f'{name}.txt' for name in PINS]
-        wanted = not (options.only_packages or stamped('interfaces', interfaces))
+        wanted = not (only_packages or stamped('interfaces', interfaces))
         with ThreadPoolExecutor(1) as beside:
             builds: list[Future[bool]] = []
             stage('packages', digest(pins, kind), lambda: install_packages(
                 kind, lambda: builds.append(beside.submit(build_interfaces)) if wanted else None))
-            if not options.only_packages:
+            if not only_packages:
                 stage('interfaces', interfaces, lambda: install_interfaces(
                     builds[0].result() if builds else build_interfaces()))
-    except BootstrapError as err:
-        say(str(err))
-        return 1
-    return 0
 
 
 if __name__ == '__main__':

@@ -2,6 +2,10 @@
 # Makes .venv complete: finds a Python that can, then bootstrap.py does the work. Seconds when nothing changed.
 here=$(CDPATH= cd -- "$(dirname -- "$0")" && pwd)
 check='import sys, venv, ensurepip; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))'
+if [ -n "$PYTHON" ] && ! "$PYTHON" -c "$check" >/dev/null 2>&1; then
+  echo "bootstrap: PYTHON is $PYTHON, which is no Python 3.11 or 3.12 with venv; name one, or leave PYTHON out." >&2
+  exit 1
+fi
 for python in "$PYTHON" "$here/../.venv/bin/python" python3.11 python3.12 python3; do
   if [ -n "$python" ] && "$python" -c "$check" >/dev/null 2>&1; then
     exec "$python" "$here/bootstrap.py" "$@"

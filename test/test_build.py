@@ -29,6 +29,7 @@ def bootstrap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     spec.loader.exec_module(module)
     monkeypatch.setattr(module, 'VENV', tmp_path)
     monkeypatch.setattr(module, 'LOG', tmp_path / 'bootstrap.log')
+    monkeypatch.setattr(module.fcntl, 'flock', lambda *_: None)  # a real one may run meanwhile
     return module
 
 
@@ -167,6 +168,38 @@ def test_interfaces_are_rebuilt_for_a_message_not_for_python(bootstrap: ModuleTy
     files = {path.relative_to(ROOT).as_posix() for path in bootstrap.interface_files()}
     assert {'msg/ActionChunk.msg', 'CMakeLists.txt', 'cmake/pip_wheels.cmake'} <= files
     assert not [name for name in files if name.startswith(('flashrt_', 'config', 'launch'))]
+
+
+@pytest.mark.parametrize(('reason', 'status', 'told'), [
+    (KeyboardInterrupt(), 130, 'bootstrap: stopped; the next make goes on'),
+    (OSError(28, 'No space left on device', 'wheel'), 1,
+     'bootstrap: the file system refuses wheel: No space left on device; check the permissions'),
+])
+def test_what_stops_the_bootstrap_is_one_line(
+        bootstrap: ModuleType, monkeypatch: pytest.MonkeyPatch, reason: BaseException,
+        status: int, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> None:
+        raise reason
+
+    monkeypatch.setattr(sys, 'argv', ['bootstrap.py', '--only-packages'])
+    monkeypatch.setattr(bootstrap, 'make_venv', fail)
+    assert bootstrap.main() == status
+    (line,) = capsys.readouterr().out.splitlines()[1:]
+    assert line.startswith(told)
+
+
+def test_a_torch_and_a_python_that_cannot_be_are_refused(
+        bootstrap: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+        capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, 'argv', ['bootstrap.py', '--only-packages'])
+    monkeypatch.setenv('FLASHRT_TORCH', 'gpu')
+    monkeypatch.setattr(bootstrap, 'make_venv', lambda: pytest.fail('the work began'))
+    assert bootstrap.main() == 1
+    assert "FLASHRT_TORCH is 'gpu'; give cpu or cuda" in capsys.readouterr().out
+    done = subprocess.run(
+        ['sh', ROOT / 'scripts' / 'bootstrap.sh', '--help'], text=True, capture_output=True,
+        env=dict(os.environ, PYTHON=str(tmp_path / 'python3.9')))
+    assert done.returncode == 1 and f'PYTHON is {tmp_path / "python3.9"}, which' in done.stderr
 
 
 def test_a_missing_compiler_is_named_with_the_package_that_brings_it(
