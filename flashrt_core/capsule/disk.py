@@ -150,14 +150,16 @@ class DiskTier:
             )
 
     def reserve(self, header: Header) -> None:
-        """Make room for a file under the quota, by dropping the least recently used unpinned.
+        """Make room for a file under the quota and on the file system, by dropping others.
+
+        The least recently used that are not pinned leave first.
 
         :raises BudgetFull: what is left is pinned or being read, or the file is larger than the
             quota or the file system; nothing was dropped.
         """
-        self.check_writable()
         asked = header.file_bytes
         with self.lock:
+            self.check_writable()
             self._expire()
             loose = [key for key in self._files if not self._held(key)]
             freed = sum(self._files[key].file_bytes for key in loose)
@@ -173,14 +175,17 @@ class DiskTier:
             except OSError as error:
                 raise CapsuleError(f'disk tier: its file system does not answer: {error}; check '
                                    'its disk') from error
-            if asked > system.f_bavail * system.f_frsize + freed:
+            free = system.f_bavail * system.f_frsize
+            if asked > free + freed:
                 raise BudgetFull(
-                    f'disk tier: {asked} bytes asked, the file system has '
-                    f'{system.f_bavail * system.f_frsize} free: make room or use another directory'
+                    f'disk tier: {asked} bytes asked, the file system has {free} free: make room '
+                    'or use another directory'
                 )
             for key in loose:
-                if self._used() + self._reserved + asked <= self.quota_bytes:
+                used = self._used() + self._reserved
+                if used + asked <= self.quota_bytes and asked <= free:
                     break
+                free += self._files[key].file_bytes
                 self._leave(key, f'least recently used when {asked} bytes were needed on disk')
             self._reserved += asked
 
@@ -230,9 +235,8 @@ class DiskTier:
         :raises CapsuleNotFound: another process deleted it; it is no longer listed.
         """
         name = files.file_name(*key)
-        self._check_open()
         try:
-            with files.opened(name, self._fd) as (fd, size):
+            with self._directory() as directory, files.opened(name, directory) as (fd, size):
                 header = files.read_header(fd, size)
                 if header.digests != expected.digests or header.tensors != expected.tensors:
                     raise CapsuleCorrupt(f'capsule file {name!r} changed since it was listed')
@@ -262,12 +266,24 @@ class DiskTier:
     def close(self) -> None:
         """Finish what is being written and let go of the directory; twice is allowed."""
         self._writer.shutdown(wait=True)
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        with self.lock:
+            fd, self._fd = self._fd, -1
+            if fd >= 0:
+                os.close(fd)
 
     def _held(self, key: Key) -> bool:
         return self._pinned(key) or key in self._reading
+
+    @contextlib.contextmanager
+    def _directory(self) -> Iterator[int]:
+        """A descriptor that stays good while the store is closed by another thread."""
+        with self.lock:
+            self._check_open()
+            directory = os.dup(self._fd)
+        try:
+            yield directory
+        finally:
+            os.close(directory)
 
     def _check_open(self) -> None:
         if self._fd < 0:

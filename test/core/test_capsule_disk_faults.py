@@ -134,6 +134,20 @@ def test_a_file_system_without_room_is_refused_before_anything_is_dropped(
     store.close()
 
 
+def test_a_full_file_system_gets_room_from_the_least_recently_used_files(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session, store = Session(cpu_backend()), disk_store(tmp_path)
+    for name in 'abc':
+        saved(session, store, name)
+    store.pin('a')
+    monkeypatch.setattr(disk.os, 'fstatvfs', lambda fd: SimpleNamespace(f_bavail=1, f_frsize=4096))
+    saved(session, store, 'd')
+    assert {info.id for info in store.list()} == {'a', 'c', 'd'}
+    (event,) = [event for event in store.events if event.kind == 'left_disk']
+    assert event.id == 'b' and 'least recently used' in event.reason
+    store.close()
+
+
 def test_a_file_that_was_read_lately_is_not_the_first_to_go(tmp_path: Path) -> None:
     session, store = Session(cpu_backend()), disk_store(tmp_path)
     for name in ('a', 'b'):

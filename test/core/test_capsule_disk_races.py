@@ -205,6 +205,26 @@ def test_a_store_that_closes_refuses_a_save_and_keeps_its_accounts(
     assert store.usage()['disk'].used_bytes == (tmp_path / 'a.capsule').stat().st_size
 
 
+def test_a_file_that_is_being_read_when_the_store_closes_is_read_to_its_end(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session, store = Session(cpu_backend()), disk_store(tmp_path)
+    session.fill(1)
+    before = session.image()
+    saved(session, store, 'a')
+    session.fill(2)
+    real = files.opened
+
+    def opened(name: str, directory: int) -> Any:
+        store.close()
+        return real(name, directory)
+
+    monkeypatch.setattr(files, 'opened', opened)
+    store.restore(session.boundary, 'a')
+    assert session.image() == before
+    with pytest.raises(TierUnavailable, match='closed'):
+        store.drop('a')
+
+
 @pytest.mark.parametrize('refused', [False, True])
 def test_a_capsule_to_disk_cannot_be_pinned_or_moved_before_its_file_is_accepted(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: bool) -> None:
