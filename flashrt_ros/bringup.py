@@ -7,6 +7,7 @@ Parameters: ``/**/executor:`` and ``/**/planner:`` in one file, or ``-p executor
 """
 
 from collections.abc import Sequence
+from functools import partial
 import sys
 import threading
 from typing import Any
@@ -46,8 +47,9 @@ def bring_up(
         executor.stop(1.0)
         executor.destroy_node()
         raise
-    executor.may_configure = lambda: _refuse_beside(planner)
-    planner.may_configure = lambda: _refuse_beside(executor)
+    for node, other in ((executor, planner), (planner, executor)):
+        node.may_configure = partial(_refuse_beside, 'configure', other, ('activating', ACTIVE))
+        node.may_activate = partial(_refuse_beside, 'activate', other, ('configuring',))
     return executor, planner
 
 
@@ -74,15 +76,19 @@ def start_together(executor: ExecutorNode, planner: PlannerNode) -> bool:
     return all([node.transition(Transition.TRANSITION_ACTIVATE) for node in (executor, planner)])
 
 
-def _refuse_beside(other: SafeLifecycleNode) -> None:
-    """Refuse a capture while the other node works on the device.
+def _refuse_beside(what: str, other: SafeLifecycleNode, states: tuple[str, ...]) -> None:
+    """Refuse a capture while the other node works on the device, and work while it captures.
 
-    :raises WrongState: it is active.
+    Asked within the transition: of two at once each sees the other one.
+
+    :raises WrongState: it is in one of ``states``.
     """
-    if other.state_label == ACTIVE:
-        raise WrongState(
-            f'configure is refused while {other.get_fully_qualified_name()} is active on the same '
-            'device; deactivate it first, activate it again afterwards')
+    state = other.state_label
+    if state in states:
+        remedy = ('wait until it has ended' if state == 'configuring'
+                  else 'deactivate it first, activate it again afterwards')
+        raise WrongState(f'{what} is refused while {other.get_fully_qualified_name()} is {state} '
+                         f'on the same device; {remedy}')
 
 
 def main(argv: Sequence[str] | None = None) -> int:

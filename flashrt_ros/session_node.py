@@ -5,6 +5,9 @@ import gc
 import time
 from typing import Any
 
+from rclpy.lifecycle import LifecycleState
+from rclpy.lifecycle import TransitionCallbackReturn
+
 from flashrt_core.capsule import CapsuleStore
 from flashrt_core.errors import ConfigError
 from flashrt_core.errors import FlashrtError
@@ -47,8 +50,9 @@ class SessionNode(SafeLifecycleNode):
         self.parameters.declare(self)
         self.store: CapsuleStore | None = None
         self.ready_after_s = 0.0
-        # Asked before a capture; in bringup the other node must not run meanwhile.
+        # Asked before a capture and before work; in bringup no node does one beside the other's.
         self.may_configure: Callable[[], None] = lambda: None
+        self.may_activate: Callable[[], None] = lambda: None
         self._stage, self._stage_progress = '', 0.0
         self._boot: BootLog | None = None
         self._ending = False
@@ -75,6 +79,15 @@ class SessionNode(SafeLifecycleNode):
         self._stage = ''
         self.get_logger().info(
             f'{ready}, ready after {self.ready_after_s:.1f} s: {boot.ended()}')
+
+    def on_activate(self, state: LifecycleState) -> TransitionCallbackReturn:
+        """Run ``activate``, unless that must wait: then the node stays configured."""
+        try:
+            self.may_activate()
+        except FlashrtError as error:
+            self.get_logger().warning(f'[{error.code}] {error}')
+            return TransitionCallbackReturn.FAILURE
+        return super().on_activate(state)
 
     def on_state_change(self) -> None:
         """Publish the status of the new state."""

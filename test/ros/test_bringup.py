@@ -81,6 +81,29 @@ def test_both_are_configured_before_either_is_activated_and_neither_beside_an_ac
         assert planner.transition(1) and planner.transition(3) and executor.transition(3)
 
 
+def test_neither_is_activated_while_the_other_one_is_being_configured(tmp_path: Path) -> None:
+    model = FakePlanner()
+    with both(tmp_path, model, FakePolicy()) as (executor, planner):
+        assert executor.transition(1)
+        entered, go, bind = threading.Event(), threading.Event(), model.bind
+
+        def slow(*arguments: Any) -> Any:
+            entered.set()
+            assert go.wait(20)
+            return bind(*arguments)
+
+        model.bind = slow
+        configure = threading.Thread(target=planner.transition, args=(1,))
+        configure.start()
+        assert entered.wait(20)
+        assert not executor.transition(3), 'it would tick beside a capture'
+        assert executor.state_label == 'inactive', 'and it stays configured'
+        go.set()
+        configure.join(20)
+        assert planner.state_label == 'inactive'
+        assert executor.transition(3) and planner.transition(3)
+
+
 def test_where_one_cannot_be_configured_none_is_activated(tmp_path: Path) -> None:
     model = FakePlanner(bind_error=RuntimeError('no such weights'))
     with both(tmp_path, model, FakePolicy()) as (executor, planner):
