@@ -15,7 +15,11 @@ if TYPE_CHECKING:
     from flashrt_core.policies.pi0.config import Pi0Config
 
 RELATIVE = 'relative_actions_processor'
-HORIZONS = ('chunk_size', 'action_horizon')  # of LeRobot, and of openpi's conversion to PyTorch
+# Theirs -> ours; action_horizon is written by openpi's conversion to PyTorch.
+HELD = {'chunk_size': 'horizon', 'action_horizon': 'horizon', 'min_period': 'min_period',
+        'max_period': 'max_period'}  # fmt: skip
+# With these, early LeRobot moved joints and gripper into another space around the model.
+ADAPTED = ('adapt_to_pi_aloha', 'use_delta_joint_actions_aloha')
 
 
 def pi0_check_settings(c: Pi0Config) -> None:
@@ -24,7 +28,8 @@ def pi0_check_settings(c: Pi0Config) -> None:
     Neither the length of a chunk nor which actions are relative shows in any tensor, so a wrong
     setting would only show in how the robot moves.
 
-    :raises ConfigError: family, horizon or relative actions are not those of the checkpoint.
+    :raises ConfigError: family, horizon, periods or relative actions are not those of the
+        checkpoint, or its actions are in another space.
     """
     if not c.weights:
         return
@@ -43,11 +48,15 @@ def _check_config(c: Pi0Config, path: Path) -> None:
         raise ConfigError(
             f'{path} is of {family!r}, the config is of {c.family!r}; give base: {family}'
         )
-    for name in HORIZONS:
-        chunk = record.get(name)
-        if isinstance(chunk, int) and chunk != c.horizon:
+    for name, ours in HELD.items():
+        value, own = record.get(name), getattr(c, ours)
+        if isinstance(value, int | float) and value != own:
+            raise ConfigError(f'{path} has {name} {value}, {ours} is {own}; set {ours} to {value}')
+    for name in ADAPTED:
+        if record.get(name):
             raise ConfigError(
-                f'{path} has {name} {chunk}, horizon is {c.horizon}; set horizon to {chunk}'
+                f'{path} has {name}: the model gives actions in another space of joints, which is '
+                'not converted here; give a checkpoint that was trained without it'
             )
 
 

@@ -38,7 +38,8 @@ def test_a_checkpoint_without_these_files_passes(tmp_path):
 
 
 def test_settings_that_agree_pass(tmp_path):
-    write(tmp_path, 'config.json', {'type': 'pi05', 'chunk_size': 8})
+    write(tmp_path, 'config.json', {'type': 'pi05', 'chunk_size': 8, 'min_period': 0.004,
+                                    'adapt_to_pi_aloha': False})
     relative(tmp_path, enabled=True, exclude_joints=['gripper'],
              action_names=['shoulder', 'Gripper.pos', 'wrist'])
     check(tmp_path, relative=(0, 2))
@@ -51,6 +52,9 @@ def test_settings_that_agree_pass(tmp_path):
     ({'type': 'pi05'}, SMALL, "is of 'pi05', the config is of 'pi0'; give base: pi05"),
     ({'type': 'pi05', 'chunk_size': 50}, CONFIG, 'chunk_size 50, horizon is 8'),
     ({'action_dim': 32, 'action_horizon': 15}, CONFIG, 'action_horizon 15, horizon is 8'),
+    ({'type': 'pi05', 'max_period': 8.0}, CONFIG, r'max_period 8\.0, max_period is 4\.0'),
+    ({'type': 'pi0', 'adapt_to_pi_aloha': True}, SMALL, 'adapt_to_pi_aloha.*another space'),
+    ({'use_delta_joint_actions_aloha': True}, SMALL, 'use_delta_joint_actions_aloha.*another sp'),
 ])
 def test_another_family_or_chunk_is_refused(tmp_path, record, base, message):
     write(tmp_path, 'config.json', record)
