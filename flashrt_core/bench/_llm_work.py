@@ -40,7 +40,7 @@ class Ceilings:
 def measure(backend: Backend, c: Qwen35Config) -> Ceilings:
     """Measure the rates; on the CPU small products and copies."""
     found = measure_ceilings(backend.device, c.torch_dtype)
-    eighths = c.precision == 'fp8' and backend.name == 'cuda'  # int4 is widened, the CPU imitates
+    eighths = c.precision == 'fp8' and backend.name == 'cuda'  # 4 bits are widened
     products = fp8_rate(backend.device) if eighths else found.flops
     size = HOST_COPY_BYTES // (64 if backend.name == 'cpu' else 1)
     source = backend.empty((size,), torch.uint8, host=True).fill_(1)

@@ -39,6 +39,7 @@ from flashrt_core.kernels import delta_chunk
 from flashrt_core.kernels import delta_step
 from flashrt_core.kernels import prefill_attention
 from flashrt_core.kernels import row_int4
+from flashrt_core.kernels import row_nvfp4
 from flashrt_core.kernels import row_products
 from flashrt_core.kernels._launch import draw
 from flashrt_core.kernels._launch import overlaps
@@ -87,6 +88,12 @@ TILES: dict[str, tuple[Sweep, ModuleType]] = {  # what a sweep tries
         'wide': {'WIDE_TILE': [(32, 4, 4), (64, 4, 5), (64, 4, 7), (128, 8, 4)]},
         'split': {'WIDE_TILE': [(32, 4, 4), (64, 4, 6), (128, 8, 4)]},
         'gated': {'GATED_TILE': [(32, 4, 3), (32, 4, 6), (64, 4, 4)]}}, row_int4),
+    'nvfp4': ({
+        'wide': {'WIDE_TILE': [(32, 128, 4, 6), (32, 256, 4, 3), (64, 128, 4, 4),
+                               (64, 128, 4, 6)]},
+        'split': {'WIDE_TILE': [(32, 128, 4, 6), (32, 256, 4, 3), (64, 128, 4, 4)]},
+        'gated': {'GATED_TILE': [(16, 256, 4, 3), (32, 128, 4, 3), (32, 256, 4, 3)]}},
+        row_nvfp4),
 }
 
 

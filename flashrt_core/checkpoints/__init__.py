@@ -11,10 +11,12 @@ from flashrt_core.checkpoints.pi0 import pi0_ignored
 from flashrt_core.checkpoints.pi0 import pi0_targets
 from flashrt_core.checkpoints.pi0_settings import pi0_check_settings
 from flashrt_core.checkpoints.pi0_statistics import pi0_statistics
+from flashrt_core.checkpoints.quantised import CodedReader
 from flashrt_core.checkpoints.quantised import QuantisedReader
 from flashrt_core.checkpoints.reader import SafetensorsReader
 
 __all__ = [
+    'CodedReader',
     'QuantisedReader',
     'SafetensorsReader',
     'Source',

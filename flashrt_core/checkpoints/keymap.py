@@ -8,11 +8,13 @@ from collections.abc import Iterator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from flashrt_core.errors import ConfigError
+from flashrt_core.nn.nvfp4 import Nvfp4Weight
 
 SHOWN = 12
 STORED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -90,18 +92,22 @@ def check_keys(
     return used
 
 
-class PieceReader(Protocol):
+Rows = TypeVar('Rows', bound=Tensor | Nvfp4Weight, covariant=True)
+
+
+class PieceReader(Protocol[Rows]):
     """What gives a stored tensor piece by piece: (first row, rows), in order."""
 
-    def pieces(self, name: str) -> Iterator[tuple[int, Tensor]]: ...
+    def pieces(self, name: str) -> Iterator[tuple[int, Rows]]: ...
 
 
 def read_rows(
-    target: Target, names: Mapping[str, str], reader: PieceReader, dtype: torch.dtype
-) -> Iterator[tuple[slice | Tensor, Tensor]]:
+    target: Target, names: Mapping[str, str], reader: PieceReader[Rows], dtype: torch.dtype
+) -> Iterator[tuple[slice | Tensor, Tensor | Rows]]:
     """Give (where, rows) of one target piece by piece: a slice or int64 indices of its rows.
 
-    The sources' rows lie one below the other, as ``dtype`` on the CPU; one piece is held.
+    The sources' rows lie one below the other, as ``dtype`` on the CPU; one piece is held. Rows in
+    NVFP4 are given as they are.
 
     :raises ConfigError: a tensor that is not floating point (quantised, say), or not finite.
     """
@@ -109,18 +115,21 @@ def read_rows(
     for source in target.sources:
         name = names[source.key]
         for row, stored in reader.pieces(name):
-            part = _checked(stored, name, dtype)
-            if source.permute:
-                part = part.permute(source.permute).flatten(1)
+            part: Tensor | Rows = stored
+            if isinstance(stored, Tensor):
+                part = _checked(stored, name, dtype)
+                if source.permute:
+                    part = part.permute(source.permute).flatten(1)
+            end = row + (part if isinstance(part, Tensor) else part.data).shape[0]
             if source.groups:
-                yield _places(source)[row : row + len(part)], part
+                yield _places(source)[row:end], part
             else:
-                yield slice(top + row, top + row + len(part)), part
+                yield slice(top + row, top + end), part
         top += source.shape[0]
 
 
 def read_into(
-    target: Target, names: Mapping[str, str], reader: PieceReader, into: Tensor
+    target: Target, names: Mapping[str, str], reader: PieceReader[Tensor], into: Tensor
 ) -> None:
     """Read one target into ``into`` (any device), see ``read_rows``. Any thread."""
     for at, part in read_rows(target, names, reader, into.dtype):

@@ -1,4 +1,4 @@
-"""Checkpoints that are stored quantised, read as the values they stand for.
+"""Checkpoints that are stored quantised, read as the values they stand for, or NVFP4 as it is.
 
 A tensor's format follows from the tensors beside it, so files of mixed formats are read, too:
 
@@ -26,10 +26,13 @@ from torch import Tensor
 
 from flashrt_core.checkpoints.reader import SafetensorsReader
 from flashrt_core.errors import ConfigError
+from flashrt_core.nn.nvfp4 import from_pairs
+from flashrt_core.nn.nvfp4 import GROUP
+from flashrt_core.nn.nvfp4 import Nvfp4Weight
 
+E4M3 = torch.float8_e4m3fn
+NAN = 0x7F  # the first byte of E4M3 that is no number from 0 on
 BLOCK = 128  # rows and columns that share a scale of FP8
-GROUP = 16   # values that share a scale of NVFP4
-E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 UNUSED = re.compile(r'\.(input_scale|input_global_scale|k_scale|v_scale)$')
 FOREIGN = re.compile(r'\.(qweight|qzeros|g_idx|weight_zero_point)$')
 
@@ -38,13 +41,13 @@ FOREIGN = re.compile(r'\.(qweight|qzeros|g_idx|weight_zero_point)$')
 class Packed:
     """One quantised weight: what stores its rows, what else, and how rows become values.
 
-    ``widen(data, first row, *others)`` returns float32 rows.
+    ``widen(data, first row, *others)`` returns float32 rows, or rows in NVFP4.
     """
 
     data: str
     others: tuple[str, ...]
     dtype: torch.dtype
-    widen: Callable[..., Tensor]
+    widen: Callable[..., Tensor | Nvfp4Weight]
 
 
 class QuantisedReader:
@@ -80,8 +83,14 @@ class QuantisedReader:
     def pieces(self, name: str) -> Iterator[tuple[int, Tensor]]:
         """Give (first row, rows) of one tensor in order; quantised ones as float32.
 
-        :raises ConfigError: see ``SafetensorsReader.pieces``; data of another dtype.
+        :raises ConfigError: see ``SafetensorsReader.pieces``; data of another dtype, scales of
+            NVFP4 that are none.
         """
+        for row, rows in self.coded_pieces(name):
+            yield row, rows if isinstance(rows, Tensor) else rows.values()
+
+    def coded_pieces(self, name: str) -> Iterator[tuple[int, Tensor | Nvfp4Weight]]:
+        """As ``pieces``, but NVFP4 as it is: its codes and its scales, bit by bit."""
         packed = self._packed.get(name)
         if packed is None:
             yield from self._reader.pieces(name)
@@ -93,7 +102,19 @@ class QuantisedReader:
                 raise ConfigError(
                     f'weights {packed.data!r} are {data.dtype} beside scales that belong to '
                     f'{packed.dtype}; give a checkpoint of a known format')
-            yield row, packed.widen(data, row, *others)[:, :columns]
+            rows = packed.widen(data, row, *others)
+            if isinstance(rows, Nvfp4Weight):
+                _check(packed, rows)
+                yield row, rows
+            else:
+                yield row, rows[:, :columns]
+
+
+class CodedReader:
+    """A QuantisedReader that gives NVFP4 as it is, see ``QuantisedReader.coded_pieces``."""
+
+    def __init__(self, reader: QuantisedReader) -> None:
+        self.pieces = reader.coded_pieces
 
 
 def _format(name: str, at: str, stored: dict[str, tuple[int, ...]]) -> Packed | None:
@@ -106,11 +127,11 @@ def _format(name: str, at: str, stored: dict[str, tuple[int, ...]]) -> Packed | 
                           lambda data, row, s, g: _nvfp4(data, row, s, 1.0 / g.float()))
         return Packed(name, (scale, f'{at}_shape'), torch.int32, _int4)
     if block in stored:
-        return Packed(name, (block,), torch.float8_e4m3fn, _fp8_blocks)
+        return Packed(name, (block,), E4M3, _fp8_blocks)
     if f'{at}_scale_2' in stored:
         return Packed(name, (scale, f'{at}_scale_2'), torch.uint8, _nvfp4)
     if scale in stored:
-        return Packed(name, (scale,), torch.float8_e4m3fn, _fp8)
+        return Packed(name, (scale,), E4M3, _fp8)
     return None
 
 
@@ -137,7 +158,7 @@ def _shape(packed: Packed, stored: dict[str, tuple[int, ...]]) -> tuple[int, ...
     elif packed.widen is _int4:
         fits = len(scale) == 2 and scale[0] == N and scale[1] > 0 and K % scale[1] == 0
     else:
-        fits = scale == (N, K // GROUP)
+        fits = K % GROUP == 0 and scale == (N, K // GROUP)
     if not fits:
         raise ConfigError(
             f'scales {packed.others[0]!r} have shape {list(scale)}, which does not fit weights '
@@ -163,11 +184,20 @@ def _fp8(data: Tensor, row: int, scale: Tensor) -> Tensor:
     return data.float() * scale[:, None]
 
 
-def _nvfp4(data: Tensor, row: int, scale: Tensor, whole: Tensor) -> Tensor:
-    codes = torch.stack([data & 15, data >> 4], 2).flatten(1).long()  # even columns are low
-    values = torch.cat([E2M1, -E2M1])[codes]
-    each = scale[row : row + len(data)].float() * whole.float()
-    return values * each.repeat_interleave(GROUP, 1)
+def _nvfp4(data: Tensor, row: int, scale: Tensor, whole: Tensor) -> Nvfp4Weight:
+    return from_pairs(data, scale[row : row + len(data)], whole)
+
+
+def _check(packed: Packed, rows: Nvfp4Weight) -> None:
+    """Raise ConfigError for scales that are not E4M3 from 0 on, or one of all not finite."""
+    if rows.scale.dtype != E4M3 or bool((rows.scale.view(torch.uint8) >= NAN).any()):
+        raise ConfigError(
+            f'scales {packed.others[0]!r} are no NVFP4: {rows.scale.dtype}, or NaN or below 0 in '
+            'it; give a checkpoint of a known format')
+    if not bool(rows.whole.isfinite().all()):
+        raise ConfigError(
+            f'scale {packed.others[1]!r} gives {float(rows.whole[0])}; the checkpoint is damaged: '
+            'give another')
 
 
 def _int4(data: Tensor, row: int, scale: Tensor, shape: Tensor) -> Tensor:

@@ -10,20 +10,15 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from flashrt_core.kernels._launch import close
+from flashrt_core.kernels._four_bits import agree
 from flashrt_core.kernels._launch import draw
-from flashrt_core.kernels._launch import overlaps
 from flashrt_core.kernels._triton import lazy_jit
 from flashrt_core.kernels._triton import triton_selected
 from flashrt_core.kernels._triton import Variant
-from flashrt_core.kernels.row_products import fold
-from flashrt_core.kernels.row_products import gated_reference
 from flashrt_core.kernels.row_products import ROWS
 from flashrt_core.kernels.row_products import SPLITS
 from flashrt_core.nn import int4
-from flashrt_core.nn import rms_norm
 from flashrt_core.nn.int4 import GROUP
 from flashrt_core.nn.int4 import HALF
 
@@ -229,36 +224,9 @@ def selected(device: torch.device) -> bool:
 
 def check(device: torch.device, dtype: torch.dtype, N: int, K: int, tolerance: float) -> bool:
     """Return whether 16 rows agree with float32 within ``tolerance``, and bitwise with each."""
-    pdl = overlaps(device)
-    half, norm = N // 2 - N // 2 % GATED_TILE[0], draw(device, torch.float32, N, seed=2)
-    a = draw(device, dtype, 16, K)
     spread = torch.logspace(-2, 2, N, device=device)[:, None]  # each channel has its scale
     w = int4.quantise(draw(device, torch.float32, N, K, seed=1) / 32 * spread)
-    gates = int4.Int4Weight(w.data[:2 * half], w.scale[:, :2 * half].contiguous())
-    values = w.values()
-
-    def run(rows: Tensor) -> list[Tensor]:
-        M = rows.shape[0]
-        out = torch.full((M, N), torch.nan, device=device, dtype=dtype)
-        partial = torch.full((SPLITS, M, N), torch.nan, device=device)
-        hidden = torch.full((M, half), torch.nan, device=device, dtype=dtype)
-        few = torch.full((M, N - 8), torch.nan, device=device, dtype=dtype)
-        product(rows, w, out, pdl)
-        product(rows, w, partial, pdl)
-        gated(rows, gates, hidden, pdl)
-        product(rows, w.rows(slice(8, None)), few, pdl)
-        stream, y = out.clone(), torch.full_like(out, torch.nan)
-        fold(stream, partial, norm, y, 1e-6, pdl)
-        return [out, stream, y, hidden, few]
-
-    mine, full = run(a), F.linear(a.float(), values)
-    expected = [full, 2 * full, rms_norm(2 * full, norm, 1e-6),
-                gated_reference(a, gates.values()), full[:, 8:]]
-    agree = [close(one, other, tolerance) for one, other in zip(mine, expected)]
-    for few in (slice(0, 1), slice(7, 8), slice(15, 16), slice(0, 3), slice(4, 12)):
-        agree += [torch.equal(one, all_[few]) for one, all_ in zip(run(a[few]), mine)]
-    wide = widen(w, torch.full((N, K), torch.nan, device=device, dtype=dtype))
-    return all(agree) and torch.equal(wide, values.to(dtype))
+    return agree(product, gated, widen, w, dtype, GATED_TILE[0], tolerance)
 
 
 def _variants() -> tuple[Variant, ...]:

@@ -198,7 +198,7 @@ def product(a: Tensor, w: Tensor | fp8.ChannelWeight, out: Tensor, pdl: bool = F
     splits = out.shape[0] if out.dim() == 3 else 1
     (M, K), N = a.shape, data.shape[0]
     rows, tile = _tile('wide' if splits == 1 else 'split', M, narrow, alone)
-    BK, pdl = _step(tile.step, K, splits), pdl and tile.overlaps
+    BK, pdl = step(tile.step, K, splits), pdl and tile.overlaps
     row_product[(-(-M // rows), -(-N // tile.columns), splits)](
         a, data, scale, out, M, a.stride(0), N=N, K=K, SPLITS=splits, BM=rows, BN=tile.columns,
         BK=BK, EARLY=_early(tile, K // splits) if pdl else 0, SWAPPED=tile.swapped, FP8=narrow,
@@ -215,7 +215,7 @@ def gated(a: Tensor, w: Tensor | fp8.ChannelWeight, out: Tensor, pdl: bool = Fal
     data, scale, narrow = _parts(w)
     (M, K), N = a.shape, out.shape[1]
     rows, tile = _tile('gated', M, narrow, alone)
-    BK, pdl = _step(tile.step, K), pdl and tile.overlaps
+    BK, pdl = step(tile.step, K), pdl and tile.overlaps
     if N % tile.columns:
         raise ValueError(f'a gated product of {N} columns does not fit tiles of {tile.columns}')
     row_gate_up[(-(-M // rows), N // tile.columns)](
@@ -236,7 +236,7 @@ def _parts(w: Tensor | fp8.ChannelWeight) -> tuple[Tensor, Tensor, bool]:
     return (w, w, False) if isinstance(w, Tensor) else (w.data, w.scale, True)
 
 
-def _step(BK: int, K: int, splits: int = 1) -> int:
+def step(BK: int, K: int, splits: int = 1) -> int:
     """Return the K of a tile: BK, or what of it divides a split."""
     if K % splits or K // splits % min(BK, STEP):
         raise ValueError(f'a product over {K} in {splits} splits does not fit tiles of {BK}')

@@ -103,7 +103,7 @@ def cases(c: Qwen35Config) -> Iterator[Case]:
         yield from products.chunk_rows(p, CPU, TOKENS)
         if precision != 'fp8':  # which takes the library
             yield from products.few_products(p, CPU, FEW)
-        if precision == 'int4':
+        if precision in ('int4', 'nvfp4'):
             yield from products.chunk_products(p, CPU, TOKENS)
     yield from kernels.layers(c, CPU, ROWS, [LENGTH], TOKENS)
     yield from kernels.steps(c, CPU, ROWS)

@@ -11,6 +11,7 @@ from flashrt_core.kernels import delta_step
 from flashrt_core.kernels import fp8_rows
 from flashrt_core.kernels import prefill_attention
 from flashrt_core.kernels import row_int4
+from flashrt_core.kernels import row_nvfp4
 from flashrt_core.kernels import row_products
 from flashrt_core.kernels import token_rows
 from flashrt_core.nn.fp8 import E4M3
@@ -36,6 +37,12 @@ def fp8_rows_() -> None:
 def row_int4_() -> None:
     """As row_products, and columns that are a view of a larger weight; the values widened."""
     assert row_int4.check(CPU, SINGLE, 88, 512, EXACT)
+
+
+def row_nvfp4_() -> None:
+    """As row_int4, of tiles that the sums fill and of those that they do not; subnormal scales."""
+    assert row_nvfp4.check(CPU, SINGLE, 88, 512, EXACT)
+    assert row_nvfp4.check(CPU, SINGLE, 72, 1024, EXACT)
 
 
 def delta_step_() -> None:
@@ -76,7 +83,7 @@ def token_rows_() -> None:
 
 
 if __name__ == '__main__':
-    for check in (row_products_, fp8_rows_, row_int4_, delta_step_, decode_attention_,
-                  delta_chunk_, prefill_attention_, token_rows_):
+    for check in (row_products_, fp8_rows_, row_int4_, row_nvfp4_, delta_step_,
+                  decode_attention_, delta_chunk_, prefill_attention_, token_rows_):
         check()
         print(check.__name__, 'passed')

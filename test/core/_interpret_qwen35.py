@@ -29,7 +29,8 @@ C = Qwen35Config(
     key_dim=16, value_dim=16, vocab=96, context=160, rotary=8, full_every=2, dtype='float32',
     tied=True)
 PRECISION = sys.argv[1]
-C = replace(C, precision=PRECISION, value_heads=8 if PRECISION == 'int4' else C.value_heads)
+C = replace(C, precision=PRECISION, value_heads=8 if PRECISION in ('int4', 'nvfp4')
+            else C.value_heads)
 EXACT = 1e-4  # float32 in another order, through two layers
 # An activation of a chunk that lies between two values of E4M3 may come out as either.
 CHUNK = 1e-2 if PRECISION == 'fp8' else EXACT
@@ -63,7 +64,7 @@ def equal(one, two, tokens):
 def prefilled(few=KEY - 1):
     """Two chunks, the last one padded, through both forward passes; noted for MTP too.
 
-    Of more than ``few`` tokens the products are the library's, and int4 weights are widened.
+    Of more than ``few`` tokens the products are the library's, and weights of 4 bits are widened.
     """
     products.FEW = few
     b = {**stored_weights(C), **fresh(C, float('nan'))}

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from _qwen35 import config
@@ -15,9 +16,18 @@ from torch import Tensor
 from flashrt_core.checkpoints import QuantisedReader
 from flashrt_core.checkpoints import reader
 from flashrt_core.checkpoints import SafetensorsReader
+from flashrt_core.checkpoints.keymap import split_sources
+from flashrt_core.checkpoints.qwen3_5 import qwen3_5_targets
 from flashrt_core.errors import ConfigError
+from flashrt_core.nn.nvfp4 import quantise
 from flashrt_core.planners.qwen3_5 import load_config
 from flashrt_core.planners.qwen3_5 import QWEN3_5
+from flashrt_core.planners.qwen3_5 import Qwen35Config
+from flashrt_core.planners.qwen3_5.load import load_constants
+from flashrt_core.planners.qwen3_5.precision import weight
+from flashrt_core.planners.qwen3_5.weights import tensor_specs
+from flashrt_core.planners.qwen3_5.weights import weight_specs
+from flashrt_core.runtime import BufferSet
 from flashrt_core.runtime import cpu_backend
 
 E4M3 = torch.float8_e4m3fn
@@ -145,6 +155,39 @@ def test_a_planner_binds_to_a_checkpoint_of_mixed_formats(tmp_path: Path) -> Non
     torch.testing.assert_close(*hidden, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize('encode', [nvfp4_modelopt, nvfp4_compressed], ids=name)
+@pytest.mark.parametrize('packed', [False, True], ids=['one below the other', 'packed by head'])
+def test_nvfp4_that_is_kept_as_nvfp4_is_not_rounded_again(
+        encode: Callable[[str, Tensor], tuple[Files, Tensor]], packed: bool, tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, 'PIECE_BYTES', 3000)
+    c = config(width=128, mlp=256, value_heads=8, mtp=False)
+    given, plain = {}, 'model.layers.1.mlp.up_proj.weight'  # beside a gate that is quantised
+    for target in qwen3_5_targets(c, packed):
+        for key, tensor in split_sources(target, weights(c)[target.name]).items():
+            files = {key: tensor}
+            if tensor.dim() == 2 and 'proj' in key and key != plain:
+                files = encode(key, tensor)[0]
+            given |= {k: t.contiguous() for k, t in files.items()}
+    save_file(given, tmp_path / 'model.safetensors')
+    kept, values = (loaded(replace(c, weights=str(tmp_path), precision=precision))
+                    for precision in ('nvfp4', 'bf16'))
+    products = [name for name in tensor_specs(c) if f'{name}.whole' in kept and name != 'head']
+    assert len(products) == 4 * c.layers
+    for name in products:
+        found, expected = weight(kept, name).values(), values[name]
+        if name == 'layers.1.gate_up':
+            assert torch.equal(found[256:], quantise(given[plain]).values())
+            found, expected = found[:256], expected[:256]
+        assert torch.equal(found, expected), name
+
+
+def loaded(c: Qwen35Config) -> dict[str, Tensor]:
+    buffers = BufferSet(cpu_backend(), weight_specs(c), name='test')
+    load_constants(c, buffers, lambda fraction: None)
+    return {buffer.name: buffer.tensor for buffer in buffers}
+
+
 def refusal(tmp_path: Path, files: Files) -> str:
     save_file(files, tmp_path / 'model.safetensors')
     with pytest.raises(ConfigError) as refused, SafetensorsReader(tmp_path) as opened:
@@ -167,5 +210,19 @@ def test_what_is_no_known_format_is_refused_by_name(tmp_path: Path) -> None:
     files = nvfp4_compressed('a.weight', weight)[0]
     files.pop('a.weight_scale')
     assert "'a.weight_scale' is missing" in refusal(tmp_path, files)
+    files = nvfp4_modelopt('a.weight', weight)[0]
+    for bits in (0x7F, 0xBC):  # NaN, and one below 0
+        scale = files['a.weight_scale'].clone()
+        scale.view(torch.uint8)[3, 1] = bits
+        assert "'a.weight_scale' are no NVFP4" in refusal(
+            tmp_path, files | {'a.weight_scale': scale})
+    scale = files['a.weight_scale'].float()
+    assert 'are no NVFP4: torch.float32' in refusal(tmp_path, files | {'a.weight_scale': scale})
+    files = nvfp4_compressed('a.weight', weight)[0] | {'a.weight_global_scale': torch.zeros(1)}
+    assert "'a.weight_global_scale' gives inf" in refusal(tmp_path, files)
+    assert "'a.weight_scale' have shape [32, 1]" in refusal(  # 24 columns
+        tmp_path, nvfp4_modelopt('a.weight', weight)[0] | {
+            'a.weight': torch.zeros((32, 12), dtype=torch.uint8),
+            'a.weight_scale': torch.ones((32, 1)).to(E4M3)})
     assert 'are torch.float32 beside scales' in refusal(
         tmp_path, {'a.weight': weight, 'a.weight_scale': torch.ones(32, 1)})

@@ -68,7 +68,8 @@ def test_no_case_reads_or_writes_beyond_its_tensors_in_tritons_interpreter() -> 
         capture_output=True, text=True, timeout=300, check=False,
         env=os.environ | {'PYTHONPATH': str(Path(flashrt_core.__path__[0]).parent)})
     assert child.returncode == 0, child.stderr
-    for name in ('mix', 'down fp8', 'gate_up int4', 'chunk down int4', '2 layers', 'delta step',
+    for name in ('mix', 'down fp8', 'gate_up int4', 'chunk down int4', 'down nvfp4',
+                 'gate_up nvfp4', 'chunk down nvfp4', '2 layers', 'delta step',
                  'decode attention 70 fp8 keys', 'prefill attention', 'delta chunk'):
         assert f'\n{name}' in f'\n{child.stdout}', name
     assert 'found outside' in child.stdout  # of a key that was not there
@@ -95,6 +96,7 @@ def test_every_kernel_has_a_row_beside_its_floor(tmp_path: Path) -> None:
                  'delta chunk', 'prefill attention', 'layers at', 'layers, chunk', 'mix fp8',
                  'down fp8', 'gate_up fp8', 'chunk down fp8', 'chunk gate fp8', 'chunk scaling',
                  'layers at 512 fp8', 'decode attention 512 fp8 keys', 'mix int4', 'down int4',
-                 'gate_up int4', 'chunk down int4'):
+                 'gate_up int4', 'chunk down int4', 'mix nvfp4', 'down nvfp4', 'gate_up nvfp4',
+                 'chunk down nvfp4'):
         found = [row for row in rows if name in row['what']]
         assert found and all(row['p50_us'] > 0 and row['floor_us'] > 0 for row in found), name

@@ -17,11 +17,12 @@ from flashrt_core.kernels import delta_step
 from flashrt_core.kernels import fp8_rows
 from flashrt_core.kernels import prefill_attention
 from flashrt_core.kernels import row_int4
+from flashrt_core.kernels import row_nvfp4
 from flashrt_core.kernels import row_products
 from flashrt_core.kernels import token_rows
 
 KERNELS = [
-    row_products, fp8_rows, row_int4, decode_attention, delta_step, delta_chunk,
+    row_products, fp8_rows, row_int4, row_nvfp4, decode_attention, delta_step, delta_chunk,
     prefill_attention, token_rows]
 
 
@@ -62,6 +63,7 @@ def test_rows_of_real_size_agree_and_have_bits_of_their_own():
     for N, K in ((16480, 5120), (5120, 17408)):
         assert row_products.check(device, dtype, N, K, 1e-2, narrow=True)
         assert row_int4.check(device, dtype, N, K, 1e-2)
+        assert row_nvfp4.check(device, dtype, N, K, 1e-2)
         assert fp8_rows.check(device, dtype, 70, K, 1e-2)
     assert delta_step.check(device, dtype, 48, 16, 128, 128, 1e-2)
     lengths = (2046, 2047, 2048, 2049, 9000, 16000, 16001, 16383)

@@ -79,7 +79,7 @@ def real_weights(c: Qwen35Config) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope='module', ids='-'.join, params=[
-    ('bf16', 'bf16'), ('fp8', 'bf16'), ('int4', 'bf16'), ('fp8', 'fp8')])
+    ('bf16', 'bf16'), ('fp8', 'bf16'), ('int4', 'bf16'), ('nvfp4', 'bf16'), ('fp8', 'fp8')])
 def real(request) -> tuple[Qwen35Config, dict[str, torch.Tensor], torch.Tensor]:
     """Four layers of the 27B with a short vocabulary behind START tokens, and their hidden."""
     precision, kv = request.param
@@ -149,7 +149,7 @@ def copied(c: Qwen35Config, b: dict[str, torch.Tensor]) -> dict[str, torch.Tenso
 @torch.no_grad()
 def test_logits_at_real_size_point_where_those_of_float32_do(real):
     c, b, hidden = real
-    least = {'bf16': 0.999, 'fp8': 0.995, 'int4': 0.98}[c.precision]
+    least = {'bf16': 0.999, 'fp8': 0.995, 'int4': 0.98, 'nvfp4': 0.98}[c.precision]
     exact, plain = exactly(c)
     tokens = some_tokens(c)
     at, length = torch.tensor([0, START], device='cuda').unbind(0)

@@ -1,4 +1,4 @@
-"""Qwen3.5 in FP8 and int4: what is stored, how near its logits are, and a row's own bits."""
+"""Qwen3.5 in FP8, int4, NVFP4: what is stored, how near its logits are, and a row's own bits."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -52,7 +52,11 @@ from flashrt_core.runtime import cpu_backend
 
 # Sizes that int4's groups of 128 divide.
 WHOLE = {'width': 128, 'mlp': 256, 'value_heads': 8}
-NARROW = ['fp8', 'int4']
+# The error of NVFP4 over int4's where weights are drawn evenly, as these are: see test_nn_nvfp4. A
+# cosine falls by the square.
+COARSER = 1.5
+NARROW = ['fp8', 'int4', 'nvfp4']
+OTHER = {'fp8': 'bf16', 'nvfp4': 'int4'}  # of a session that may not take a capsule; else fp8
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +92,7 @@ def logits(c: Qwen35Config, w: dict[str, Tensor], path: str) -> Tensor:
 @pytest.mark.parametrize('tied', [False, True], ids=['untied', 'tied'])
 @pytest.mark.parametrize('precision, kv, least', [
     ('fp8', 'bf16', 0.995), ('bf16', 'fp8', 0.995), ('fp8', 'fp8', 0.995),
-    ('int4', 'bf16', 0.98)])
+    ('int4', 'bf16', 0.98), ('nvfp4', 'bf16', 1 - 0.02 * COARSER**2)])
 def test_every_token_has_logits_that_point_where_those_of_float32_do(
         precision: str, kv: str, least: float, tied: bool, path: str) -> None:
     plain = config(tied=tied, **WHOLE)
@@ -102,7 +106,8 @@ def test_every_token_has_logits_that_point_where_those_of_float32_do(
     assert float(torch.cosine_similarity(layers, expected).mean()) < 0.9  # they do contribute
 
 
-@pytest.mark.parametrize('precision, bits', [('fp8', 8 + 32 / 5120), ('int4', 4 + 32 / 128)])
+@pytest.mark.parametrize('precision, bits', [
+    ('fp8', 8 + 32 / 5120), ('int4', 4 + 32 / 128), ('nvfp4', 4 + 8 / 16 + 32 / 5120)])
 def test_the_27b_takes_the_bytes_of_its_precision_and_no_second_copy(
         precision: str, bits: float) -> None:
     def nbytes(precision: str) -> int:
@@ -142,10 +147,11 @@ def bits(tensor: Tensor) -> Tensor:
 
 def test_norms_decays_and_an_embedding_that_is_only_looked_up_stay_as_they_are() -> None:
     plain, tied = config(**WHOLE), config(tied=True, **WHOLE)
-    for precision, narrow in (('fp8', torch.float8_e4m3fn), ('int4', torch.uint8)):
+    for precision, narrow in (('fp8', torch.float8_e4m3fn), ('int4', torch.uint8),
+                              ('nvfp4', torch.uint8)):
         found = stored_weights(replace(plain, precision=precision))
         kept = {name for name, tensor in found.items()
-                if tensor.dtype == torch.float32 and not name.endswith('.scale')}
+                if tensor.dtype == torch.float32 and not name.endswith(('.scale', '.whole'))}
         assert kept == {name for name in weights(plain) if name == 'embed' or name.endswith(
             ('norm', 'norm1', 'norm2', '.conv', '.a_log', '.dt_bias', 'norm_embed',
              'norm_hidden', 'table.rope'))}
@@ -159,7 +165,8 @@ def small(precision: str, kv: str = 'bf16') -> Qwen35Config:
                    head_dim=64, value_heads=2, value_dim=64)
 
 
-@pytest.fixture(scope='module', params=[('fp8', 'bf16'), ('int4', 'bf16'), ('fp8', 'fp8')],
+@pytest.fixture(scope='module', params=[
+    ('fp8', 'bf16'), ('int4', 'bf16'), ('nvfp4', 'bf16'), ('fp8', 'fp8')],
                 ids='-'.join)
 def session(request: pytest.FixtureRequest) -> Iterator[PlannerSession]:
     with bound(cpu_backend(), small(*request.param)) as made:
@@ -212,7 +219,7 @@ def test_equal_cuts_give_equal_bits_and_a_capsule_goes_on_with_them(
         assert unequal(state_of(session), state) == [] and run(session, 6) == tokens
         c = session.config
         for key in ('precision', 'kv_precision'):
-            other = replace(c, **{key: 'bf16' if getattr(c, key) == 'fp8' else 'fp8'})
+            other = replace(c, **{key: OTHER.get(getattr(c, key), 'fp8')})
             with bound(cpu_backend(), other) as stranger:
                 with pytest.raises(IdentityMismatch, match=rf'config\.{key}'):
                     restore(stranger, store)
@@ -221,7 +228,7 @@ def test_equal_cuts_give_equal_bits_and_a_capsule_goes_on_with_them(
 
 
 @pytest.mark.parametrize('key, remedy', [
-    ('precision', 'precision int4 or bf16'), ('kv_precision', 'kv_precision bf16')])
+    ('precision', 'precision nvfp4, int4 or bf16'), ('kv_precision', 'kv_precision bf16')])
 def test_fp8_on_a_gpu_that_does_not_know_it_is_refused_with_what_to_give(
         key: str, remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda device: (8, 7))
@@ -247,13 +254,17 @@ def test_keys_and_values_in_fp8_take_half_the_bytes_and_saturate() -> None:
 
 
 @pytest.mark.parametrize('record, message', [
-    ({'precision': 'fp4'}, "precision 'fp4' is unknown; choose from .'bf16', 'fp8', 'int4'"),
+    ({'precision': 'fp4'},
+     "precision 'fp4' is unknown; choose from .'bf16', 'fp8', 'int4', 'nvfp4'"),
     ({'kv_precision': 'int4'}, "kv_precision 'int4' is unknown; choose from .'bf16', 'fp8'"),
     ({'precision': 'int4'}, 'width 64 is no multiple of 128.*choose fp8 or bf16'),
     ({'precision': 'int4', **WHOLE, 'mlp': 200}, 'mlp 200 is no multiple of 128'),
+    ({'precision': 'nvfp4', 'width': 72}, 'width 72 is no multiple of 16.*nvfp4.*fp8 or bf16'),
+    ({'precision': 'nvfp4', 'mlp': 168}, 'mlp 168 is no multiple of 16'),
 ])
 def test_a_precision_that_does_not_fit_is_refused_by_name(
         record: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(record)
-    assert load_config({'precision': 'fp8'})[0].precision == 'fp8'
+    for fits in ('fp8', 'nvfp4'):
+        assert load_config({'precision': fits})[0].precision == fits

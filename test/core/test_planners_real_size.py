@@ -33,7 +33,7 @@ SUFFIX = [(at * 104729 + 5) % 4096 for at in range(64)]
 
 
 @pytest.fixture(scope='module', ids='-'.join, params=[
-    ('bf16', 'bf16'), ('fp8', 'fp8'), ('int4', 'bf16')])
+    ('bf16', 'bf16'), ('fp8', 'fp8'), ('int4', 'bf16'), ('nvfp4', 'bf16')])
 def session(request: pytest.FixtureRequest) -> Iterator[PlannerSession]:
     precision, kv = request.param
     config = replace(CONFIG, precision=precision, kv_precision=kv)

@@ -15,14 +15,16 @@ from flashrt_core.capsule import config_fields
 from flashrt_core.config_files import override
 from flashrt_core.config_files import read_yaml
 from flashrt_core.errors import ConfigError
+from flashrt_core.nn import int4
+from flashrt_core.nn import nvfp4
 from flashrt_core.nn.delta import TAPS
 from flashrt_core.nn.fp8 import E4M3
-from flashrt_core.nn.int4 import GROUP
 from flashrt_core.planners.protocol import Settings
 
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16}
-PRECISIONS = ('bf16', 'fp8', 'int4')
+PRECISIONS = ('bf16', 'fp8', 'int4', 'nvfp4')
 KV_PRECISIONS = ('bf16', 'fp8')
+GROUPS = {'int4': int4.GROUP, 'nvfp4': nvfp4.GROUP}  # columns of a weight that share a scale
 NOT_LAYOUT = ('weights', 'weight_seed', 'tokenizer', 'context')
 
 
@@ -35,8 +37,9 @@ class Qwen35Config:
     gated delta rule. ``tied``: the head is the embedding. ``mtp``: has the multi-token head.
     ``context``: tokens that the KV buffers hold.
     ``precision``: how the weights of the products are stored: 'bf16' as they are, in ``dtype``;
-    'fp8' and 'int4' quantised while they are loaded, see precision.py. ``kv_precision``: of the KV
-    buffers: 'bf16' is ``dtype``, 'fp8' E4M3 without a scale, half the bytes of a capsule's KV.
+    'fp8', 'int4' and 'nvfp4' quantised while they are loaded, see precision.py.
+    ``kv_precision``: of the KV buffers: 'bf16' is ``dtype``, 'fp8' E4M3 without a scale, half the
+    bytes of a capsule's KV.
     ``weights``: a safetensors file or folder, plain or quantised (checkpoints/quantised.py);
     empty = random from ``weight_seed``.
     ``tokenizer``: see planners/vocabularies.py.
@@ -153,11 +156,11 @@ def _check(c: Qwen35Config) -> None:
             f'context is {c.context}; give more than {TAPS} tokens',
         ),
     ]
-    if c.precision == 'int4':
+    if group := GROUPS.get(c.precision):
         for name in ('width', 'mlp', 'q_dim', 'v_dim'):
-            fits = getattr(c, name) % GROUP == 0
-            rules.append((fits, f'{name} {getattr(c, name)} is no multiple of {GROUP}, as '
-                          'precision int4 needs it; choose fp8 or bf16'))  # fmt: skip
+            fits = getattr(c, name) % group == 0
+            rules.append((fits, f'{name} {getattr(c, name)} is no multiple of {group}, as '
+                          f'precision {c.precision} needs it; choose fp8 or bf16'))  # fmt: skip
     for holds, message in rules:
         if not holds:
             raise ConfigError(message)

@@ -1,7 +1,8 @@
 """Fill the constants of a Qwen3.5 session: from a checkpoint or at random, piece by piece.
 
 A piece is quantised on the device that keeps it: a weight is never there in two precisions. Files
-that are quantised themselves are read as the values they stand for.
+that are quantised themselves are read as the values they stand for; NVFP4 that is kept as NVFP4 is
+not rounded again.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from functools import partial
 from torch import Tensor
 
 from flashrt_core.checkpoints import check_keys
+from flashrt_core.checkpoints import CodedReader
 from flashrt_core.checkpoints import QuantisedReader
 from flashrt_core.checkpoints import read_rows
 from flashrt_core.checkpoints import SafetensorsReader
@@ -22,6 +24,7 @@ from flashrt_core.checkpoints.qwen3_5 import qwen3_5_packed
 from flashrt_core.checkpoints.qwen3_5 import qwen3_5_targets
 from flashrt_core.checkpoints.workers import in_parallel
 from flashrt_core.planners.qwen3_5.config import Qwen35Config
+from flashrt_core.planners.qwen3_5.precision import keeps_nvfp4
 from flashrt_core.planners.qwen3_5.precision import place
 from flashrt_core.planners.qwen3_5.weights import random_tensor
 from flashrt_core.planners.qwen3_5.weights import ROPE
@@ -63,7 +66,8 @@ def load_constants(c: Qwen35Config, buffers: BufferSet, tell: Callable[[float], 
         )  # fmt: skip
 
         def read(name: str) -> None:
-            for at, rows in read_rows(targets[name], names, reader, specs[name].dtype):
+            given = CodedReader(reader) if keeps_nvfp4(c, name) else reader
+            for at, rows in read_rows(targets[name], names, given, specs[name].dtype):
                 place(c, b, name, at, rows)
 
         in_parallel(list(targets), read, lambda done: tell(done / len(targets)))

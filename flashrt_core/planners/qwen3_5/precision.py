@@ -1,9 +1,9 @@
 """How the weights of the products are stored, and what they compute in plain torch.
 
 One copy serves chunks and rows. FP8: a chunk's activations are scaled row by row and rounded to
-E4M3 like the weights; few rows keep theirs. int4: activations always stay as they are. The layers'
-products and the head are quantised; norms, the convolution and the decays are not, nor is an
-embedding that is only looked up. Of a tied one FP8 takes every row with a scale of its own.
+E4M3 like the weights; few rows keep theirs. int4 and nvfp4: activations always stay as they are.
+The layers' products and the head are quantised; norms, the convolution and the decays are not, nor
+is an embedding that is only looked up. Of a tied one FP8 takes every row with a scale of its own.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from torch.nn import functional as F
 from flashrt_core.errors import ConfigError
 from flashrt_core.nn import fp8
 from flashrt_core.nn import int4
+from flashrt_core.nn import nvfp4
 from flashrt_core.nn.fp8 import ChannelWeight
 from flashrt_core.nn.int4 import Int4Weight
+from flashrt_core.nn.nvfp4 import Nvfp4Weight
 from flashrt_core.nn.rows import rows_linear as plain_rows_linear
 from flashrt_core.planners.qwen3_5.config import Qwen35Config
 
 Tensors = Mapping[str, Tensor]
-Weight = Tensor | ChannelWeight | Int4Weight
+Weight = Tensor | ChannelWeight | Int4Weight | Nvfp4Weight
 Stored = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 PRODUCTS = ('.mix', '.qkv', '.out', '.gate_up', '.down', '.fc')
@@ -31,7 +33,7 @@ PRODUCTS = ('.mix', '.qkv', '.out', '.gate_up', '.down', '.fc')
 
 def check_device(c: Qwen35Config, device: torch.device) -> None:
     """Raise ConfigError where ``device`` does not know the number formats of ``c``."""
-    for key, others in (('precision', 'int4 or bf16'), ('kv_precision', 'bf16')):
+    for key, others in (('precision', 'nvfp4, int4 or bf16'), ('kv_precision', 'bf16')):
         if getattr(c, key) == 'fp8' and not fp8.multiplies(device):
             major, minor = torch.cuda.get_device_capability(device)
             raise ConfigError(
@@ -55,30 +57,43 @@ def stored(c: Qwen35Config, name: str, dtype: torch.dtype, shape: tuple[int, ...
     N, K = shape
     if c.precision == 'fp8':
         return {name: (fp8.E4M3, shape), f'{name}.scale': (torch.float32, (N,))}
-    return {name: (torch.uint8, (N, K // 2)),
-            f'{name}.scale': (torch.float32, (K // int4.GROUP, N))}
+    found: Stored = {name: (torch.uint8, (N, K // 2))}
+    if c.precision == 'int4':
+        return found | {f'{name}.scale': (torch.float32, (K // int4.GROUP, N))}
+    return found | {f'{name}.scale': (fp8.E4M3, (K // nvfp4.GROUP, N)),
+                    f'{name}.whole': (torch.float32, (N,))}
 
 
-def quantise(c: Qwen35Config, name: str, rows: Tensor) -> dict[str, Tensor]:
+def keeps_nvfp4(c: Qwen35Config, name: str) -> bool:
+    """Return whether a tensor is stored as NVFP4, so that a checkpoint's own needs no rounding."""
+    return c.precision == 'nvfp4' and is_quantised(c, name)
+
+
+def quantise(c: Qwen35Config, name: str, rows: Tensor | Nvfp4Weight) -> dict[str, Tensor]:
     """Return what is stored of a tensor's ``rows`` [R, K], by buffer, on their device.
 
+    :param rows: in NVFP4 if ``keeps_nvfp4``: they are stored as they are.
     :raises ConfigError: a value that is not finite.
     """
+    if isinstance(rows, Nvfp4Weight) or keeps_nvfp4(c, name):
+        w = nvfp4.quantise(rows) if isinstance(rows, Tensor) else rows
+        return {name: w.data, f'{name}.scale': w.scale, f'{name}.whole': w.whole}
     if not is_quantised(c, name):
         return {name: rows}
     data, scale = fp8.quantise(rows) if c.precision == 'fp8' else int4.quantise(rows)
     return {name: data, f'{name}.scale': scale}
 
 
-def place(c: Qwen35Config, b: Tensors, name: str, at: slice | Tensor, rows: Tensor) -> None:
-    """Store ``rows`` [R, ...] of a tensor as its rows ``at`` (a slice, or int64 [R])."""
+def place(c: Qwen35Config, b: Tensors, name: str, at: slice | Tensor,
+          rows: Tensor | Nvfp4Weight) -> None:
+    """Store ``rows`` [R, ...] of a tensor, see ``quantise``, as its rows ``at`` (or int64 [R])."""
     if is_quantised(c, name):
         rows = rows.to(b[name].device)
     for key, value in quantise(c, name, rows).items():
         into = b[key]
         if into.dtype == fp8.E4M3:
             into, value = into.view(torch.uint8), value.view(torch.uint8)
-        if key != name and c.precision == 'int4':
+        if key.endswith('.scale') and c.precision != 'fp8':
             into, value = into.t(), value.t()
         if isinstance(at, slice):
             into[at].copy_(value)
@@ -92,7 +107,8 @@ def weight(b: Tensors, name: str) -> Weight:
     if data.dtype == fp8.E4M3:
         return ChannelWeight(data, b[f'{name}.scale'])
     if data.dtype == torch.uint8:
-        return Int4Weight(data, b[f'{name}.scale'])
+        scale, whole = b[f'{name}.scale'], b.get(f'{name}.whole')
+        return Int4Weight(data, scale) if whole is None else Nvfp4Weight(data, scale, whole)
     return data
 
 

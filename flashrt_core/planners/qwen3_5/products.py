@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from flashrt_core.kernels import fp8_rows
 from flashrt_core.kernels import row_int4
+from flashrt_core.kernels import row_nvfp4
 from flashrt_core.kernels import row_products
 from flashrt_core.kernels import rows as row_kernels
 from flashrt_core.kernels import token_rows
@@ -18,6 +19,7 @@ from flashrt_core.kernels._launch import overlaps
 from flashrt_core.nn import fp8
 from flashrt_core.nn.fp8 import ChannelWeight
 from flashrt_core.nn.int4 import Int4Weight
+from flashrt_core.nn.nvfp4 import Nvfp4Weight
 from flashrt_core.planners.qwen3_5.config import Qwen35Config
 from flashrt_core.planners.qwen3_5.precision import Weight
 from flashrt_core.planners.qwen3_5.precision import weight
@@ -33,13 +35,17 @@ def selected(c: Qwen35Config, device: torch.device) -> bool:
     if c.precision == 'fp8':
         return all([row_products.fp8_selected(device), fp8_rows.selected(device),
                     fp8.rows_selected(device)])
-    return c.precision != 'int4' or row_int4.selected(device)
+    if c.precision == 'int4':
+        return row_int4.selected(device)
+    return c.precision != 'nvfp4' or row_nvfp4.selected(device)
 
 
 def row_product(a: Tensor, w: Weight, out: Tensor, pdl: bool, alone: bool = True) -> None:
     """Launch the product of few rows, see ``row_products.product``."""
     if isinstance(w, Int4Weight):
         row_int4.product(a, w, out, pdl)
+    elif isinstance(w, Nvfp4Weight):
+        row_nvfp4.product(a, w, out, pdl)
     else:
         row_products.product(a, w, out, pdl, alone)
 
@@ -48,6 +54,8 @@ def row_gated(a: Tensor, w: Weight, out: Tensor, pdl: bool, alone: bool = True) 
     """Launch the gated product of few rows, see ``row_products.gated``."""
     if isinstance(w, Int4Weight):
         row_int4.gated(a, w, out, pdl)
+    elif isinstance(w, Nvfp4Weight):
+        row_nvfp4.gated(a, w, out, pdl)
     else:
         row_products.gated(a, w, out, pdl, alone)
 
@@ -68,14 +76,16 @@ def scaled(x: Tensor) -> Scaled:
 
 
 def chunk_product(x: Tensor | Scaled, w: Weight) -> Tensor:
-    """Return x [T, K] @ w^T as [T, N]; an int4 weight is widened first."""
+    """Return x [T, K] @ w^T as [T, N]; weights of 4 bits are widened first."""
     if isinstance(w, ChannelWeight):
         return fp8.multiply(*(scaled(x) if isinstance(x, Tensor) else x), w)
     assert isinstance(x, Tensor)  # only FP8 weights take scaled rows
-    if isinstance(w, Int4Weight):
-        N, half = w.data.shape
-        w = row_int4.widen(w, x.new_empty((N, 2 * half)))
-    return F.linear(x, w)
+    if isinstance(w, Tensor):
+        return F.linear(x, w)
+    N, half = w.data.shape
+    values = x.new_empty((N, 2 * half))
+    return F.linear(x, row_int4.widen(w, values) if isinstance(w, Int4Weight)
+                    else row_nvfp4.widen(w, values))
 
 
 class RowProducts:
