@@ -13,6 +13,9 @@ import shlex
 import sys
 import time
 
+from flashrt_core.command_line import check_output
+from flashrt_core.command_line import number
+from flashrt_core.command_line import whole_number
 from flashrt_core.errors import ConfigError
 from flashrt_core.tabletop.subgoals import CAMERA
 from flashrt_ros.conductor import Conductor
@@ -47,13 +50,14 @@ class DomainCrowded(ProcessError):
 def parser() -> argparse.ArgumentParser:
     """Command line of the demo."""
     p = argparse.ArgumentParser(prog='demo', description=__doc__)
-    p.add_argument('--episodes', type=int, default=3,
+    p.add_argument('--episodes', type=whole_number(1), default=3,
                    help='in lock-step: interrupt, the same again, retry, other tables')
-    p.add_argument('--steps', type=int, default=0,
+    p.add_argument('--steps', type=whole_number(0), default=0,
                    help='that each may take; 0: 400, untrained 120, quick 60')
     p.add_argument('--quick', action='store_true', help='shorter episodes, short real time')
     p.add_argument('--no-realtime', action='store_true', help='leave out the real-time episode')
-    p.add_argument('--seconds', type=float, default=0.0, help='real time; 0: 8 s, quick 3 s')
+    p.add_argument('--seconds', type=number(0), default=0.0,
+                   help='real time; 0: 8 s, quick 3 s')
     p.add_argument('--out', type=Path, default=Path('out/demo'), help='folder of report and logs')
     p.add_argument('--domain-id', type=int, default=None, help='default: a free one')
     p.add_argument('--device', default='auto', choices=('auto', 'cpu', 'cuda'))
@@ -72,8 +76,6 @@ def play(argv: Sequence[str], terminal: Terminal) -> int:
     args, ros_args = parser().parse_known_args(argv)
     if ros_args and ros_args[0] != '--ros-args':
         raise ConfigError(f'unknown argument {ros_args[0]!r}; --help lists those there are')
-    if args.episodes < 1:
-        raise ConfigError(f'--episodes is {args.episodes}; give at least 1')
     brain = find_brain(args.policy_config, args.planner_config)
     out: Path = args.out
     try:
@@ -82,7 +84,9 @@ def play(argv: Sequence[str], terminal: Terminal) -> int:
     except OSError as error:
         raise ConfigError(f'--out is {str(out)!r}, where no folder can be made ({error}); give '
                           'one in which you may write') from error
-    report = out / 'report.html'
+    report, record = out / 'report.html', out / 'run.json'
+    for path in (report, record):  # told before the work
+        check_output(path, 'report')
     run = Run(
         started=datetime.datetime.now().astimezone().isoformat(sep=' ', timespec='seconds'),
         command=shlex.join(['python', '-m', 'flashrt_ros.demo', *argv]),
@@ -111,7 +115,7 @@ def play(argv: Sequence[str], terminal: Terminal) -> int:
         if run.episodes:
             terminal.stage('Report')
             write_report(run, report)
-            run.save(out / 'run.json')
+            run.save(record)
             run.seconds = terminal.seconds
             terminal.done(str(report))
     for failure in run.failures:

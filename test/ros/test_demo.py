@@ -132,10 +132,19 @@ def test_an_executor_that_dies_is_named_with_the_end_of_its_log(tmp_path):
 
 
 def test_a_wrong_argument_is_refused_before_anything_starts(tmp_path):
-    done = _demo('--episodes', '0', '--out', str(tmp_path))
-    assert done.returncode == 2
-    assert '--episodes is 0' in done.stdout
+    for option, value in (('--episodes', '0'), ('--steps', '-3'), ('--seconds', 'nan')):
+        done = _demo(option, value, '--out', str(tmp_path))
+        assert done.returncode == 2
+        assert f'argument {option}: {value!r} is refused' in done.stderr
     assert not (Path(tmp_path) / 'log').exists()
+
+
+def test_a_report_that_cannot_be_written_is_told_before_anything_starts(tmp_path):
+    (tmp_path / 'run.json').mkdir()
+    done = _demo('--out', str(tmp_path))
+    assert done.returncode == 2 and 'Traceback' not in done.stderr
+    assert 'run.json: it is a folder' in done.stdout
+    assert not list((tmp_path / 'log').iterdir())
 
 
 def test_without_ros_the_demo_says_where_to_get_it(tmp_path):
