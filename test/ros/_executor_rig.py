@@ -191,6 +191,22 @@ class Rig:
         self.executor.stop(10.0)
 
 
+def commands_of(r: Rig) -> list[tuple[int, np.ndarray]]:
+    """Return a list of the commands as they leave from now on: (steady ns, position).
+
+    The arm's topic keeps the newest only, so a busy machine may not see each of them there.
+    """
+    noted: list[tuple[int, np.ndarray]] = []
+    command = r.executor.outputs.command
+
+    def note(position: np.ndarray) -> None:
+        command(position)
+        noted.append((time.monotonic_ns(), np.array(position)))
+
+    r.executor.outputs.command = note
+    return noted
+
+
 def patient() -> Any:
     """Call nothing a stall that a busy machine brings about."""
     return mock.patch.object(executor_control, 'STALL_S', PATIENT_S)

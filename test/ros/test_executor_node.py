@@ -176,7 +176,7 @@ def test_chunk_mode_sends_whole_trajectories_that_start_from_the_measured_pose(
     with rig(tmp_path, output_mode='chunk', resync_speed_ratio=0.1) as r:
         received: list[JointTrajectory] = []
         r.probe.create_subscription(
-            JointTrajectory, 'joint_trajectory', received.append, qos.command())
+            JointTrajectory, 'joint_trajectory', received.append, qos.record())
         r.arm.obey = False
         start = np.array([0.2, 0.1, -0.1, 0.1])
         r.arm.position = start

@@ -5,6 +5,7 @@ from pathlib import Path
 import threading
 import time
 
+from _executor_rig import commands_of
 from _executor_rig import Rig
 from _executor_rig import rig
 from _fake_policy import FakePolicy
@@ -177,17 +178,13 @@ def test_after_a_rollback_with_a_displaced_arm_the_first_command_starts_from_the
         r.arm.obey = False
         displaced = np.array([0.2, -0.2, 0.1, 0.2])
         r.arm.position = displaced
-        recorder_start = len(r.arm.commands)
-        reply = r.call('rollback', boundaries=2)
-        assert reply.success
-        replied = time.monotonic_ns()
+        commands = commands_of(r)
+        assert r.call('rollback', boundaries=2).success
         r.until_event('resync', 'run')
-        wait_until(lambda: [c for at, c in r.arm.commands[recorder_start:] if at > replied],
-                   'a command after the rollback')
-        r.until_phase('ticking')
+        # Those of before it lie 0.2 away.
+        first = wait_until(lambda: [c for _, c in commands if np.abs(c - displaced).max() < 0.15],
+                           'a command after the rollback')[0]
         full_step = 4.0 / 50.0 * 0.5
-        first = next(c for at, c in r.arm.commands[recorder_start:]
-                     if at > replied and np.abs(c - displaced).max() < 0.15)
         assert np.abs(first - displaced).max() <= full_step + 1e-9
 
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 import threading
 
+from _executor_rig import commands_of
 from _executor_rig import Rig
 from _executor_rig import rig
 from _fake_policy import FakePolicy
@@ -40,11 +41,11 @@ def test_after_an_exhausted_chunk_motion_begins_from_where_the_arm_was_moved_to(
         r.arm.position = moved
         wait_until(lambda: np.array_equal(r.executor.engine.observations.measured(), moved),
                    'the new pose')
-        count = len(r.arm.commands)
+        commands = commands_of(r)
         r.policy.switches.gate = None
         gate.set()
         r.until_phase('ticking')
-        first = wait_until(lambda: r.arm.commands[count:], 'a command')[0][1]
+        first = wait_until(lambda: commands, 'a command')[0][1]
         assert np.abs(first - moved).max() <= FULL_STEP + 1e-9
         assert r.executor.report.counters['results_dropped'] >= 1, 'its tick saw the older pose'
 
