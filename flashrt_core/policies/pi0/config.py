@@ -49,8 +49,8 @@ class Pi0Config:
     ``chunk_mode``: how a new chunk joins the one being played, see policies/chunking.py.
     ``blend_steps``: length of the blend with the previous chunk, of the mode 'blend'.
     ``ensemble_decay``: how much more an older chunk weighs, of the mode 'ensemble'.
-    ``rtc_steps``: first steps of a chunk that are guided, with weights by ``rtc_schedule`` and at
-    most ``rtc_max_guidance``, of the mode 'rtc'.
+    ``rtc_steps``: first steps of a chunk that are guided (those of a longer delay all are), with
+    weights by ``rtc_schedule`` and at most ``rtc_max_guidance``, of the mode 'rtc'.
     ``best_of_keys``: numbers of candidates captured, of which ``selector`` keeps one a tick, see
     policies/selectors.py; at most ``rows``.
     ``guidance``: classifier-free guidance is bound: a second prefix without the task and twice the

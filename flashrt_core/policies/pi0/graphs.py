@@ -264,7 +264,10 @@ def join(
 
 
 def rtc_guide(c: Pi0Config, b: Ports, held: Ports, joints: Tensor) -> Guide:
-    """Return the guide of a tick: every step of the flow is led towards the left-over."""
+    """Return the guide of a tick: every step of the flow is led towards the left-over.
+
+    Of a chunk's steps those of ``delay`` are always led: the chunk comes into play behind them.
+    """
     where = overlap(c, b, held)
     previous = held['raw_chunk']
     if c.relative:
@@ -273,8 +276,8 @@ def rtc_guide(c: Pi0Config, b: Ports, held: Ports, joints: Tensor) -> Guide:
         )
     left_over = where.take(previous)
     start = held['queue_index'] + b['input.control'][layout.STEPS_EXECUTED]
-    end = (c.horizon - start).clamp(0, c.rtc_steps)
     delay = b['input.control'][layout.DELAY_STEPS].expand_as(start)
+    end = torch.minimum(c.horizon - start, delay.clamp(min=c.rtc_steps)).clamp(min=0)
     prefix = chunking.prefix_weights(c.rtc_schedule, delay, end, c.horizon)
     usable = where.held & left_over.isfinite().all(-1)
     prefix = torch.where(usable, prefix, torch.zeros_like(prefix))[..., None]  # [R, H, 1]
