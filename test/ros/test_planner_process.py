@@ -96,6 +96,23 @@ def test_a_planner_killed_in_mid_plan_makes_the_executor_hold_after_the_subgoals
     group.wait_for(lambda: any(c.subgoal_sequence == 2 for c in chunks), 30, 'the robot to go on')
 
 
+def test_an_executor_killed_in_mid_plan_ends_the_plan_and_the_next_one_begins_with_a_new_one(
+        group: ProcessGroup, watcher: Watcher) -> None:
+    executor = group.start('executor', params=ROBOT)
+    start(group)
+    client = Client(watcher)
+    watcher.active()
+    handle = client.plan(wait=True)
+    group.wait_for(lambda: client.status[-1].sequence == 1, 20, 'the first subgoal')
+    executor.kill()
+    group.start('executor', name='executor_again', params=ROBOT)
+    result = client.result(handle)
+    assert result.code == 'wrong_state' and list(result.sequences) == [1, 0], result.message
+    watcher.active()
+    after = client.result(client.plan())
+    assert list(after.sequences) == [1, 0], after.message
+
+
 def test_two_robots_in_two_namespaces_as_four_processes_do_not_cross_talk(
         group: ProcessGroup, watcher: Watcher) -> None:
     for name in ('left', 'right'):
