@@ -11,6 +11,8 @@ from flashrt_ros.demo.record import Subgoal
 COLOURS = {'done': '#6aa84f', 'superseded': '#c98a1b', 'timed out': '#b5485d', 'open': '#9aa5b1'}
 INK, FAINT, CALL = '#22313f', '#d9dee4', '#d1603d'
 _LEFT, _WIDTH, _ROW, _TOP = 16, 960, 26, 34
+_RIGHT = _LEFT + _WIDTH + 20  # of the picture
+_LETTER, _SMALL_LETTER = 6.6, 6.2  # mean widths at 12 and 11 px
 
 
 def subgoal_svg(episode: Episode, length: float, unit: str) -> str:
@@ -22,7 +24,7 @@ def subgoal_svg(episode: Episode, length: float, unit: str) -> str:
         return ''
     scale = _WIDTH / max(length, 1e-9)
     height = _TOP + _ROW * len(episode.subgoals) + 22
-    parts = [f'<svg viewBox="0 0 {_LEFT + _WIDTH + 20} {height}" class="timeline" role="img">',
+    parts = [f'<svg viewBox="0 0 {_RIGHT} {height}" class="timeline" role="img">',
              _axis(length, unit, scale, height)]
     for row, item in enumerate(episode.subgoals):
         parts.append(_subgoal(item, _TOP + row * _ROW, scale, length))
@@ -76,10 +78,20 @@ def _subgoal(item: Subgoal, y: float, scale: float, length: float) -> str:
         text += ': the policy says done, the world does not agree'
     late = x(item.written) > _LEFT + 0.7 * _WIDTH
     near = x(latched) - x(item.written) < 120 and item.latched is not None
-    place = x(item.written) - 8 if late else (x(latched) if near else x(item.written)) + 9
+    after = _RIGHT if late else (x(latched) if near else x(item.written)) + 9
+    place, anchor = _fit(x(item.written) - 8, after, _LETTER * len(text))
     parts.append(f'<text x="{place:.1f}" y="{y + 13}" '
-                 f'text-anchor="{"end" if late else "start"}">{html.escape(text)}</text>')
+                 f'text-anchor="{anchor}">{html.escape(text)}</text>')
     return ''.join(parts)
+
+
+def _fit(before: float, after: float, width: float) -> tuple[float, str]:
+    """Return x and anchor of a text: after its sign, or before it, so that none is cut off."""
+    if after + width <= _RIGHT:
+        return after, 'start'
+    if before >= width:
+        return before, 'end'
+    return max(0.0, _RIGHT - width), 'start'
 
 
 def _marks(marks: Sequence[tuple[float, str]], scale: float, height: float) -> list[str]:
@@ -87,13 +99,14 @@ def _marks(marks: Sequence[tuple[float, str]], scale: float, height: float) -> l
     parts, ends = [], [0.0, 0.0]
     for place, text in marks:
         x = _LEFT + place * scale
-        line = 0 if x >= ends[0] else 1
-        if x < ends[line]:
-            text = ''  # told in the caption of the strip
-        else:
-            ends[line] = x + 6.2 * len(text) + 12
+        width = _SMALL_LETTER * len(text)
+        at, anchor = _fit(x - 3, x + 3, width)
+        left = at if anchor == 'start' else at - width
+        line = 0 if left >= ends[0] else 1
         parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{12 + 11 * line}" y2="{height - 18}" '
-                     f'stroke="{CALL}" stroke-dasharray="2 3"/>'
-                     f'<text x="{x + 3:.1f}" y="{10 + 11 * line}" class="call">'
-                     f'{html.escape(text)}</text>')
+                     f'stroke="{CALL}" stroke-dasharray="2 3"/>')
+        if left >= ends[line]:  # else it is told in the caption of the strip
+            ends[line] = left + width + 9
+            parts.append(f'<text x="{at:.1f}" y="{10 + 11 * line}" class="call" '
+                         f'text-anchor="{anchor}">{html.escape(text)}</text>')
     return parts

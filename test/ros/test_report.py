@@ -176,11 +176,37 @@ def test_the_timeline_shows_each_subgoal_and_when_it_was_latched(run):
     assert subgoal_svg(Episode('e', 'policy', 1, 'task'), 1.0, 'steps') == ''
 
 
+@pytest.mark.parametrize('at', [0.0, 35.0, 69.0, 97.0])
+def test_no_text_of_a_timeline_is_cut_off_at_its_edges(at):
+    items = [Subgoal(1, 'put the yellow block in the purple zone', 'conductor', at, latched=at,
+                     ended=99.0, outcome='done', holds=False)]
+    episode = Episode('one', 'policy', 1, 'task', steps=100, subgoals=items, marks=[
+        (at, '“move the yellow block to the purple zone, then go home”'), (at, 'rollback')])
+    svg = subgoal_svg(episode, 100.0, 'steps')
+    right = float(re.search(r'viewBox="0 0 (\d+) ', svg)[1])
+    texts = re.findall(r'<text x="([-\d.]+)"([^>]*)>([^<]{12,})</text>', svg)
+    assert len(texts) == 2 and '>rollback<' in svg
+    for x, how, text in texts:
+        width = 6.0 * len(text)
+        left = float(x) - (width if 'end' in how else 0.0)
+        assert 0 <= left and left + width <= right, text
+
+
 def test_a_run_that_ended_in_its_first_episode_still_reports():
     early = Run(started='now', command='demo', failures=['process died'])
     early.episodes.append(Episode('Episode 1', 'policy', 1, 'task'))
     text = render(early)
     assert 'process died' in text
+
+
+def test_an_episode_that_was_cut_short_counts_in_no_real_time_factor(run):
+    cut = Episode('Cut', 'policy', 4, 'task', steps=37, began_s=run.episodes[-1].ended_s + 1.0)
+    before = render(run)
+    run.episodes.append(cut)
+    text = render(run)
+    assert 'nanx' not in text and '37 steps' in text
+    factor = re.compile(r'<b>([-0-9.]+)x</b><span>real-time factor')
+    assert factor.findall(text) == factor.findall(before) != []
 
 
 def test_the_json_beside_it_has_everything_but_pictures(run, tmp_path):
