@@ -96,7 +96,8 @@ class SafetensorsReader:
         for name, shape in shapes.items():
             if name in self._where:
                 raise ConfigError(
-                    f'weights {self.path} hold {name!r} twice, again in {path.name}'
+                    f'weights {self.path} hold {name!r} twice, again in {path.name}; keep one of '
+                    'the files that have it'
                 )
             offset, dtype = entries[name]['data_offsets'][0], entries[name]['dtype']
             self._where[name] = Stored(file, begin + offset, dtype)
