@@ -104,8 +104,9 @@ def _cards(run: Run) -> str:
         solved = sum(e.solved for e in stepped)
         kind = 'good' if solved == len(stepped) else 'poor'
         cards.append(_card(f'{solved} of {len(stepped)}', 'tasks solved by the policy', kind))
-        steps = sum(e.steps for e in stepped)
-        wall = sum(e.ended_s - e.began_s for e in stepped)
+        ended = [e for e in stepped if e.ended_s > e.began_s]
+        steps = sum(e.steps for e in ended)
+        wall = sum(e.ended_s - e.began_s for e in ended)
         if wall > 0:
             cards.append(_card(f'{steps * CONTROL_PERIOD_S / wall:.1f}x',
                                'real-time factor in lock-step'))
@@ -136,7 +137,7 @@ def _episodes(run: Run) -> str:
         detail = f'seed {episode.seed}, {episode.steps} {"commands" if live else "steps"}'
         if episode.ticks:
             detail += f', {episode.ticks} ticks'
-        if not live:
+        if not live and episode.ended_s > episode.began_s:
             detail += f', {episode.real_time_factor:.1f}x real time with all plans and verbs'
         if episode.epochs:
             detail += f', epochs {", ".join(map(str, episode.epochs))}'
