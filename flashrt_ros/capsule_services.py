@@ -1,5 +1,6 @@
 """The capsule services that every node with a session offers, and capsules as messages."""
 
+from collections.abc import Iterator
 from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import datetime
 from typing import Any
@@ -95,6 +96,15 @@ class CapsuleServices:
         if capsule == self._kept:
             raise ParameterInvalid(f'capsule {capsule!r} stays and stays pinned: it is what '
                                    f'{self._why_kept}; it goes with the cleanup transition')
+
+
+def free_id(store: CapsuleStore, session: str, prefix: str, numbers: Iterator[int]) -> str:
+    """Return ``prefix-n`` with the next number that no capsule of the session has.
+
+    Capsules on disk outlive the process that has numbered them.
+    """
+    held = {info.id for info in store.list(None, session)}
+    return next(name for n in numbers if (name := f'{prefix}-{n}') not in held)
 
 
 def tell_snapshot(outputs: Any, store: CapsuleStore, info: CapsuleInfo, session: str,

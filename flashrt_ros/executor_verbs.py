@@ -11,6 +11,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager
 from dataclasses import dataclass
 from dataclasses import replace
+import itertools
 import threading
 from typing import Any
 from typing import TypeVar
@@ -27,6 +28,7 @@ from flashrt_core.errors import LaneBusy
 from flashrt_core.errors import ParameterInvalid
 from flashrt_core.policies.protocol import Chunk
 from flashrt_core.policies.selectors import select
+from flashrt_ros.capsule_services import free_id
 from flashrt_ros.capsule_services import tell_snapshot
 from flashrt_ros.executor_engine import Engine
 from flashrt_ros.executor_tick import Pending
@@ -68,7 +70,7 @@ class Verbs:
         self._parameters = parameters
         self._in_force = in_force
         self._one_at_a_time = threading.Lock()
-        self._named = 0
+        self._numbers = itertools.count(1)
 
     def reset(self, capsule_id: str, seed: int | None,
               begun: Callable[[], object] = lambda: None,
@@ -117,8 +119,11 @@ class Verbs:
         :raises TierUnavailable: its file could not be written; it is kept in host memory.
         :raises FlashrtError: no capsule was made.
         """
-        name = capsule_id or self._new_name()
         with self._verb('snapshot'):
+            progress = self._control.progress
+            name = capsule_id or free_id(
+                self._store, self._session.boundary.session,
+                f'e{progress.episode}-t{progress.tick}', self._numbers)
             info = self._on_lane(
                 self._session.lane.at_boundary,
                 lambda: self._store.snapshot(self._session.boundary, name, label=label,
@@ -294,8 +299,3 @@ class Verbs:
                                'the process exits to be respawned')
             self._engine.fault(error)
             raise error from None
-
-    def _new_name(self) -> str:
-        self._named += 1
-        progress = self._control.progress
-        return f'e{progress.episode}-t{progress.tick}-{self._named}'

@@ -1,11 +1,13 @@
 """The capsule verbs of a planner: snapshot, restore and rollback between its plans."""
 
+import itertools
 from typing import Any
 
 from flashrt_core.capsule import CapsuleInfo
 from flashrt_core.capsule import CapsuleStore
 from flashrt_core.capsule import RestoreReport
 from flashrt_core.errors import ParameterInvalid
+from flashrt_ros.capsule_services import free_id
 from flashrt_ros.capsule_services import tell_snapshot
 from flashrt_ros.planner_engine import PlannerEngine
 
@@ -22,7 +24,7 @@ class PlannerVerbs:
         self._engine, self._store = engine, store
         self._parameters, self._outputs = parameters, outputs
         self._boundary = engine.session.boundary
-        self._named = 0
+        self._numbers = itertools.count(1)
 
     def snapshot(self, capsule_id: str, label: str, tier: str, pin: bool) -> CapsuleInfo:
         """Freeze the state.
@@ -30,9 +32,9 @@ class PlannerVerbs:
         :raises TierUnavailable: its file could not be written; it is kept in host memory.
         :raises FlashrtError: no capsule was made.
         """
-        self._named += 1
-        name = capsule_id or f'p{self._engine.plans}-{self._named}'
         with self._engine.session_for('~/snapshot'):
+            name = capsule_id or free_id(self._store, self._boundary.session,
+                                         f'p{self._engine.plans}', self._numbers)
             info: CapsuleInfo = self._engine.on_lane(
                 lambda: self._store.snapshot(self._boundary, name, label=label,
                                              tier=tier or 'gpu', pin=pin), 'snapshot')

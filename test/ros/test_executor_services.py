@@ -87,6 +87,21 @@ def test_another_models_capsule_is_refused_with_the_differing_field(tmp_path: Pa
         assert r.reset().success
 
 
+def test_a_snapshot_without_an_id_takes_none_of_an_earlier_process(tmp_path: Path) -> None:
+    folder = tmp_path / 'capsules'
+    folder.mkdir()
+    disk = {'allow_disk_capsules': True, 'capsule_directory': str(folder),
+            'capsule_disk_bytes': 1 << 26}
+    ids = []
+    for _ in range(2):
+        with rig(tmp_path, **disk) as r:
+            for tier in ('disk', 'gpu'):
+                reply = r.call('snapshot', tier=tier)
+                assert reply.success, reply.message
+                ids.append(reply.info.id)
+    assert ids == ['e0-t0-1', 'e0-t0-2', 'e0-t0-2', 'e0-t0-3']
+
+
 def test_every_service_answers_wrong_state_before_configure(tmp_path: Path) -> None:
     policy = FakePolicy()
     policy.switches.bind_error = RuntimeError('no such weights')
