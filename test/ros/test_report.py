@@ -201,9 +201,7 @@ def test_a_run_that_ended_in_its_first_episode_still_reports():
 
 def test_an_episode_that_was_cut_short_counts_in_no_real_time_factor(run):
     cut = Episode('Cut', 'policy', 4, 'task', steps=37, began_s=run.episodes[-1].ended_s + 1.0)
-    before = render(run)
-    run.episodes.append(cut)
-    text = render(run)
+    before, text = render(run), render(replace(run, episodes=[*run.episodes, cut]))
     assert 'nanx' not in text and '37 steps' in text
     factor = re.compile(r'<b>([-0-9.]+)x</b><span>real-time factor')
     assert factor.findall(text) == factor.findall(before) != []
