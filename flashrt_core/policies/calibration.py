@@ -31,7 +31,7 @@ from flashrt_core.policies.preprocess import letterbox
 FORMAT = 1
 FEWEST = 8        # frames a view
 DARKEST = 12.0    # mean of a frame, of 255
-FLATTEST = 4.0    # standard deviation of a frame, of 255
+FLATTEST = 4.0    # standard deviation of a frame within the bars of a letterbox, of 255
 REMEDY = 'calibrate again: python -m flashrt_core.policies.calibrate'
 IMAGES = ('.png', '.jpg', '.jpeg', '.bmp')
 
@@ -94,7 +94,7 @@ def _check_frame(view: str, at: int, image: Frame) -> None:
         raise BadEncoding(f'frame {at} of view {view!r} is {shown(image)}; give uint8 RGB')
     if image.ndim != 3 or image.shape[2] != 3 or not image.size:
         raise BadSize(f'frame {at} of view {view!r} is {list(image.shape)}; give [H, W, 3]')
-    mean, spread = float(image.mean()), float(image.std())
+    mean, spread = float(image.mean()), float(_without_bars(image).std())
     if mean < DARKEST:
         raise ConfigError(
             f'frame {at} of view {view!r} is dark: its mean is {mean:.1f} of 255, at least '
@@ -103,6 +103,13 @@ def _check_frame(view: str, at: int, image: Frame) -> None:
         raise ConfigError(
             f'frame {at} of view {view!r} is nearly one colour: its standard deviation is '
             f'{spread:.1f} of 255, at least {FLATTEST:.0f} is needed; leave the frame out')
+
+
+def _without_bars(image: Frame) -> Frame:
+    """Return an image without the rows and columns that are black all along, as of a letterbox."""
+    brightest = image.max(axis=2)
+    rows, columns = brightest.max(axis=1) > 0, brightest.max(axis=0) > 0
+    return image[rows][:, columns] if rows.any() else image
 
 
 def read_frames(folder: str | Path, views: Iterable[str], size: int) -> dict[str, list[Frame]]:

@@ -18,6 +18,7 @@ from flashrt_core.policies.calibration import load_scales
 from flashrt_core.policies.calibration import read_frames
 from flashrt_core.policies.calibration import save_scales
 from flashrt_core.policies.calibration import Scales
+from flashrt_core.policies.preprocess import letterbox
 
 
 def frames(count: int = 8) -> dict[str, list[np.ndarray]]:
@@ -34,6 +35,8 @@ def test_good_frames_are_counted() -> None:
     (lambda f: f['top'].__setitem__(3, f['top'][3] // 64), "frame 3 of view 'top' is dark: its"),
     (lambda f: f['wrist'].__setitem__(0, np.full((24, 32, 3), 90, np.uint8)),
      "frame 0 of view 'wrist' is nearly one colour"),
+    (lambda f: f['wrist'].__setitem__(2, letterbox(np.full((24, 32, 3), 90, np.uint8), 32)),
+     "frame 2 of view 'wrist' is nearly one colour"),  # whatever the bars around it
     (lambda f: f.__setitem__('top', [f['top'][0]] * 8), "all 8 frames of view 'top' are the same"),
     (lambda f: f['top'].pop(), 'give every view as many'),
     (lambda f: f.clear(), 'give every view as many'),
