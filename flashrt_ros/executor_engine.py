@@ -299,7 +299,7 @@ class Engine:
         if self._tick_due():
             observation = self.observations.newest()
             if self.control.holds.phase is Phase.RUN or self._is_fresh(observation):
-                self._tick(observation, reading)
+                self._tick(observation, replace(reading, now_ns=self._now_ns()))
                 return
         if self.watch.probe_due(time.monotonic_ns()):
             self._faults.probe()
@@ -357,8 +357,8 @@ class Engine:
             if admission is not None:
                 admission.tick_began(None if resync else self._next_due_ns(prepared))
         submitted = time.perf_counter()
-        prepared.digests.update(observation.digests())
         try:
+            prepared.digests.update(observation.digests())
             try:
                 chunk = self._await(future)
             finally:

@@ -53,6 +53,8 @@ class ServiceFrame:
                 response.message = handler(request, response)
                 response.success, response.code = True, 'ok'
             except Exception as error:
+                if not (isinstance(error, FlashrtError) or self._node.configured):
+                    error = WrongState(f'~/{name} was given up: the node was cleaned up meanwhile')
                 response = self._failed(name, srv_type.Response(), error)
             response.duration_us = (time.perf_counter() - begun) * 1e6
             reply(response)

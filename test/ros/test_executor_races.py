@@ -139,6 +139,41 @@ def test_a_tick_of_a_new_epoch_takes_no_observation_of_before(tmp_path: Path) ->
         assert all(fresh[:1]), 'the first one saw the robot after the reset'
 
 
+def test_an_observation_that_comes_as_the_clock_is_read_is_none_of_the_future(
+        tmp_path: Path) -> None:
+    with rig(tmp_path, future_tolerance_s=0.0) as r:
+        observations, counters = r.executor.engine.observations, r.executor.report.counters
+        newest = observations.newest
+
+        def after_the_next_ones() -> Any:
+            if threading.current_thread().name == 'tick':
+                now = r.executor.now_ns()
+                wait_until(lambda: newest().newest_stamp_ns > now, 'the next ones')
+            return newest()
+
+        observations.newest = after_the_next_ones
+        r.run()
+        wait_until(lambda: len(r.tick_inputs) > 4, 'ticks')
+        observations.newest = newest
+        assert counters['observations_future'] == 0
+
+
+def test_a_service_that_meets_a_cleanup_says_so(tmp_path: Path) -> None:
+    with rig(tmp_path) as r:
+        frame = r.executor.services_made.frame
+        require = frame.require
+
+        def then_cleaned_up(*given: Any) -> None:
+            require(*given)
+            for step in (Transition.TRANSITION_DEACTIVATE, Transition.TRANSITION_CLEANUP):
+                assert r.executor.transition(step)
+
+        with mock.patch.object(frame, 'require', then_cleaned_up):
+            reply = r.call('reset')
+        assert (reply.success, reply.code) == (False, 'wrong_state')
+        assert 'unconfigured' in reply.message
+
+
 def test_ticks_are_told_after_a_second_configure_without_a_reset(tmp_path: Path) -> None:
     with rig(tmp_path, require_reset=False) as r:
         r.run()
