@@ -255,9 +255,13 @@ class RosLink:
     def _on_event(self, message: Event) -> None:
         try:
             detail = json.loads(message.detail or '{}')
-        except ValueError:
-            detail = {}
-        sequence, accepted = int(detail.get('sequence', 0)), message.kind == 'subgoal'
+            sequence = int(detail.get('sequence', 0))
+            if message.kind.startswith('subgoal'):
+                int(message.name)
+        except (AttributeError, TypeError, ValueError):
+            self._node.report.refused('event_unreadable')
+            return
+        accepted = message.kind == 'subgoal'
         with self._answered:
             self._event_ns = stamp_to_ns(message.header.stamp)
             self._known = _newest(self._known, Base(

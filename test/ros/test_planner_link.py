@@ -15,6 +15,8 @@ import torch
 
 from flashrt_core.errors import SubgoalRefused
 from flashrt_ros import executor_node
+from flashrt_ros import qos
+from flashrt_ros.msg import Event
 from flashrt_ros.msg import ExecutorStatus
 from flashrt_ros.msg import Subgoal
 
@@ -122,6 +124,24 @@ def test_an_executor_that_is_configured_anew_ends_the_plan_whose_subgoal_it_has_
         until_latched(robot, 1)
         planner.outcome(1)
         assert again.result().success
+
+
+def test_an_event_that_cannot_be_read_is_counted_and_ends_nothing(tmp_path: Path) -> None:
+    with planner_rig(tmp_path, link='topic') as (planner, robot):
+        robot.run()
+        goal = planner.goal(TWO, wait=True).until('execute')
+        publisher = robot.probe.create_publisher(Event, '/executor/events', qos.record())
+        wait_until(lambda: publisher.get_subscription_count() > 1, 'the planner to listen')
+        for kind, name, detail in (
+                ('subgoal', '7', '{"sequence": "seven"}'), ('subgoal', '7', '{"sequence": null}'),
+                ('hold', 'x', '[1]'), ('subgoal_done', 'one', '{}'), ('reset', '', 'no JSON')):
+            publisher.publish(Event(kind=kind, name=name, detail=detail))
+        wait_until(lambda: planner.node.report.refusals.snapshot().get('event_unreadable') == 5,
+                   'all to be counted')
+        planner.outcome(1)
+        until_latched(robot, 2)
+        planner.outcome(2)
+        assert goal.result().success
 
 
 def test_an_executor_that_is_gone_ends_the_plan_that_waits_for_it(tmp_path: Path) -> None:
