@@ -124,7 +124,7 @@ def live(graph: Graph) -> Iterator[tuple[TabletopNode, Client]]:
 def stepped(graph: Graph) -> tuple[TabletopNode, Client]:
     """A robot in lock-step with a clock."""
     node = _make(graph, image_size_px=64, lock_step=True, publish_clock=True,
-                 step_timeout_s=0.3)
+                 step_timeout_s=20.0)
     return node, Client(graph)
 
 
@@ -288,10 +288,11 @@ def test_a_step_waits_for_its_command_and_moves_nothing_when_none_comes(stepped)
     node, client = stepped
     stamp = client.reset(seed=4, blocks=1).stamp
     later = _time(stamp_to_ns(stamp) + 1)
+    assert node.set_parameters([Parameter('step_timeout_s', value=0.3)])[0].successful
     refused = client.step(steps=1, command_stamp=later)
     assert not refused.success and refused.code == 'lane_timeout'
     assert 'has not moved' in refused.message
-    node._table._values['step_timeout_s'] = 20.0
+    assert node.set_parameters([Parameter('step_timeout_s', value=20.0)])[0].successful
     replies: list[Any] = []
     waiting = threading.Thread(
         target=lambda: replies.append(client.step(steps=1, command_stamp=later)))
