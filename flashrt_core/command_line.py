@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from collections.abc import Iterator
+from concurrent.futures import BrokenExecutor
 import contextlib
 import math
 import os
@@ -99,12 +100,18 @@ def run(name: str, action: Callable[[], int], refused: int = 2) -> int:
     """Return what ``action`` does, ``refused`` and one line for what the user can mend, 130 for
     Ctrl-C.
 
-    That is a FlashrtError, what the file system refuses, and a package that is not installed.
+    That is a FlashrtError, what the file system refuses, output that nobody reads, a package that
+    is not installed, and a worker process that was killed.
     """
     try:
         return action()
     except FlashrtError as error:
         print(f'{name}: {error} [{error.code}]', file=sys.stderr)
+        return refused
+    except BrokenPipeError:
+        # What is still buffered must not fail again when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(f'{name}: ended, for nobody reads its output any more [file]', file=sys.stderr)
         return refused
     except OSError as error:
         at = f' {error.filename}' if error.filename else ''
@@ -113,6 +120,11 @@ def run(name: str, action: Callable[[], int], refused: int = 2) -> int:
         return refused
     except ModuleNotFoundError as error:
         tell_missing(name, error)
+        return refused
+    except BrokenExecutor:
+        print(f'{name}: a worker process was ended before its work was done, perhaps for want of '
+              'memory; give fewer --workers, or see what it printed above [worker_lost]',
+              file=sys.stderr)
         return refused
     except KeyboardInterrupt:
         print(f'{name}: stopped', file=sys.stderr)

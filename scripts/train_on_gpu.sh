@@ -7,7 +7,11 @@
 #   scripts/train_on_gpu.sh ship OUT                into resource/models, with cards; needs no GPU
 # OUT has or gets policy/ and planner/. PYTHON and WORKERS (CPU cores) may be set.
 set -eu
-what=$1 out=$2
+if [ $# -lt 2 ]; then
+    echo "usage: $0 policy|planner|evaluate|controls|ship OUT [MINUTES]" >&2
+    exit 2
+fi
+what=$1 out=$(realpath -m -- "$2")
 cd "$(dirname -- "$0")/.."
 python=${PYTHON:-python3} workers=${WORKERS:-15}
 export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"

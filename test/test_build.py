@@ -202,6 +202,13 @@ def test_a_torch_and_a_python_that_cannot_be_are_refused(
     assert done.returncode == 1 and f'PYTHON is {tmp_path / "python3.9"}, which' in done.stderr
 
 
+def test_the_training_script_without_its_folder_gives_its_usage() -> None:
+    script = ROOT / 'scripts' / 'train_on_gpu.sh'
+    for given in ([], ['policy']):
+        done = subprocess.run(['sh', script, *given], text=True, capture_output=True)
+        assert done.returncode == 2 and done.stderr.startswith(f'usage: {script} policy|')
+
+
 def test_a_missing_compiler_is_named_with_the_package_that_brings_it(
         bootstrap: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv('PATH', str(tmp_path))

@@ -16,9 +16,9 @@ from typing import Any
 from typing import TextIO
 
 from flashrt_core.capsule import CapsuleStore
+from flashrt_core.command_line import run
 from flashrt_core.config_files import read_yaml
 from flashrt_core.errors import ConfigError
-from flashrt_core.errors import FlashrtError
 from flashrt_core.planners import GrammarSource
 from flashrt_core.planners import make_planner
 from flashrt_core.planners import Options
@@ -112,18 +112,11 @@ class Chat:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; 0 done, 1 refused with a reason, 2 used wrongly."""
-    parser = _parser()
-    arguments = parser.parse_args(argv)
-    try:
-        return _run(arguments)
-    except FlashrtError as error:
-        print(f'chat: {error} [{error.code}]', file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    arguments = _parser().parse_args(argv)
+    return run('chat', lambda: _chat(arguments), refused=1)
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _chat(arguments: argparse.Namespace) -> int:
     options = _options(arguments)
     family, config = _model(arguments)
     backend = pick_backend(arguments.device)
@@ -200,10 +193,17 @@ def _text_of(value: str) -> str:
 
 
 def _lines() -> Any:
-    """Give questions from the standard input until it ends."""
-    for line in sys.stdin:
-        if line.strip():
-            yield line.strip()
+    """Give questions from the standard input until it ends.
+
+    :raises ConfigError: it is no UTF-8.
+    """
+    try:
+        for line in sys.stdin:
+            if line.strip():
+                yield line.strip()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f'the standard input is no text: {error}; give questions in '
+                          f'{error.encoding}') from error
 
 
 class _Progress:

@@ -314,14 +314,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _command(o: argparse.Namespace) -> int:
     recipe = Recipe(**{name: getattr(o, name) for name in vars(DEFAULT)})
     device = pick_backend(o.device).device
-    begin = None if o.begin is None else config_of(o.begin, 'policy').parent
+    if o.begin is not None:
+        if not o.begin.is_dir():
+            raise ConfigError(f'{o.begin} is no folder; give the one of a trained policy to begin '
+                              'with')
+        config_of(o.begin, 'policy')
     if o.command in ('train', 'dagger') and not (o.out / EXPERT).exists():
         raise ConfigError(f'{o.out} has no samples yet; run generate first')
     with hold_folder(o.out):
         if o.command == 'all':
             done = train_by_the_clock(
                 o.out, recipe, device, o.within, o.workers,
-                _capacity(sizes(), device, o.episodes), begin)
+                _capacity(sizes(), device, o.episodes), o.begin)
             print(f'{done} steps; {o.out / WEIGHTS} written')
         elif o.command == 'generate':
             generate(o.out, o.episodes, o.workers)

@@ -7,6 +7,8 @@ import importlib
 import os
 from pathlib import Path
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -75,6 +77,20 @@ def test_a_package_that_is_not_installed_is_named_and_a_fault_of_our_own_is_not_
     assert len(told.splitlines()) == 1
     with pytest.raises(ModuleNotFoundError):
         command_line.run('name', _importing('flashrt_core.no_such_room'))
+
+
+def test_output_that_nobody_reads_ends_a_command_in_one_line() -> None:
+    code = ('import sys\nfrom flashrt_core.command_line import run\n'
+            'def work():\n    while True:\n        print("line " * 999)\n'
+            'sys.exit(run("name", work))\n')
+    command = subprocess.Popen([sys.executable, '-c', code], text=True, stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE)
+    assert command.stdout is not None and command.stderr is not None
+    command.stdout.readline()
+    command.stdout.close()
+    assert command.stderr.read().splitlines() == [
+        'name: ended, for nobody reads its output any more [file]']
+    assert command.wait() == 2
 
 
 def test_a_first_interrupt_is_noted_and_a_second_one_interrupts() -> None:

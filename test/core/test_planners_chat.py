@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 
@@ -66,6 +67,13 @@ def test_misuse_is_told_in_a_sentence(capsys, arguments, what):
     code, _, err = run(capsys, '--prompt', 'x', *arguments)
     last = err.strip().splitlines()[-1]
     assert code == 1 and last.startswith('chat: ') and what in last
+    assert 'Traceback' not in err
+
+
+def test_an_input_that_is_no_text_is_told_in_a_sentence(model, capsys, monkeypatch):
+    monkeypatch.setattr('sys.stdin', io.TextIOWrapper(io.BytesIO(b'\xff\xfe\n'), 'utf-8'))
+    code, _, err = run(capsys, '--model', model)
+    assert code == 1 and 'give questions in utf-8 [config_invalid]' in err
     assert 'Traceback' not in err
 
 

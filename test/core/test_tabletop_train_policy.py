@@ -163,6 +163,15 @@ def test_a_folder_without_samples_is_refused(
     assert 'run generate first' in capsys.readouterr().err
 
 
+def test_what_is_no_folder_of_a_model_to_begin_with_is_named_as_it_was_given(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for begin in (tmp_path / 'none', Path(__file__), tmp_path):
+        assert train_policy.main(['all', '--out', str(tmp_path / 'out'), '--device', 'cpu',
+                                  '--begin', str(begin)]) == 2
+        assert f'train_policy: {begin} ' in capsys.readouterr().err
+    assert not (tmp_path / 'out').exists()
+
+
 def test_minutes_that_end_before_the_first_step_are_refused_and_leave_no_model(
         tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train_policy.main(['all', '--out', str(tmp_path), '--device', 'cpu', '--workers', '1',

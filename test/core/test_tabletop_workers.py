@@ -8,6 +8,9 @@ import subprocess
 import sys
 import time
 
+import pytest
+
+from flashrt_core.command_line import run
 from flashrt_core.tabletop.workers import pool
 
 PARENT = """
@@ -26,6 +29,18 @@ def test_ctrl_c_ends_no_process_of_the_pool() -> None:
         first = processes.submit(os.getpid).result()
         processes.submit(signal.raise_signal, signal.SIGINT).result()
         assert processes.submit(os.getpid).result() == first
+
+
+def test_a_worker_that_is_killed_is_told_in_one_line(
+        capsys: pytest.CaptureFixture[str]) -> None:
+    def work() -> int:
+        with pool(1) as processes:
+            processes.submit(signal.raise_signal, signal.SIGKILL).result()
+        return 0
+
+    assert run('evaluate', work) == 2
+    told = capsys.readouterr().err
+    assert 'give fewer --workers' in told and len(told.splitlines()) == 1
 
 
 def test_no_process_outlives_a_command_that_is_killed(tmp_path: Path) -> None:
