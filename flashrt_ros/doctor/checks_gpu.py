@@ -160,7 +160,7 @@ def formats(p: Patient) -> Finding:
     fp4 = (major, minor) >= (10, 0)
     found = (
         f'bf16 {_yes(answer["bf16"])}, fp8 {_yes(answer["fp8"])}, fp4 {_yes(fp4)}, '
-        'int4 by dequantisation'
+        'int4 and nvfp4 weights by dequantisation'
     )
     if (major, minor) < (8, 0):
         return warn(f'{found}: older than Ampere', 'use device:=cpu, or a GPU of sm_80 and up')
