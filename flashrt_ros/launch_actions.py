@@ -10,8 +10,12 @@ import sys
 from typing import Any
 
 from launch.actions import DeclareLaunchArgument
+from launch.actions import EmitEvent
 from launch.actions import OpaqueFunction
 from launch.actions import SetEnvironmentVariable
+from launch.events import matches_action
+from launch.events.process import ProcessExited
+from launch.events.process import ShutdownProcess
 from launch.substitutions import LaunchConfiguration
 from launch.substitutions import PathJoinSubstitution
 from launch_ros.actions import Node
@@ -22,6 +26,7 @@ from flashrt_core.errors import ConfigError
 from flashrt_ros.launch_arguments import Argument
 from flashrt_ros.launch_arguments import refusal_of_unknown
 from flashrt_ros.launch_arguments import TRUTH
+from flashrt_ros.main import EXIT_CONFIG
 from launch import LaunchContext
 from launch import LaunchDescription
 
@@ -81,12 +86,20 @@ def process(executable: str, files: Sequence[str] = ('params_file',), ros_argume
         ros_arguments=[*named, *ros_arguments, '--log-level', LaunchConfiguration('log_level')],
         respawn=LaunchConfiguration('respawn'),
         respawn_delay=1.0,
+        on_exit=unless_refused,
         # A load or a last hold may take longer than the 5 s that launch gives by itself.
         sigterm_timeout='15',
         output='screen',
         emulate_tty=True,
         **options,
     )
+
+
+def unless_refused(event: ProcessExited, _context: LaunchContext) -> list[EmitEvent] | None:
+    """Start a process no more that has refused its parameters: the next one would do so too."""
+    if event.returncode != EXIT_CONFIG:
+        return None
+    return [EmitEvent(event=ShutdownProcess(process_matcher=matches_action(event.action)))]
 
 
 def large_messages() -> SetEnvironmentVariable:

@@ -40,7 +40,8 @@ START = (
 PROCESS = (
     ('python', '', 'interpreter that runs the nodes, an absolute path; empty: the one on PATH',
      None),
-    ('respawn', 'true', 'start a process anew when it ends by itself (a lost GPU)', TRUTH),
+    ('respawn', 'true', 'start a process anew when it ends by itself (a lost GPU), but not when '
+     'it has refused its parameters', TRUTH),
     ('log_level', 'info', 'of the nodes', ('debug', 'info', 'warn', 'error')),
 )  # fmt: skip
 POLICY_PARAMETERS = tuple(argument[0] for argument in POLICY)

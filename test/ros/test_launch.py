@@ -5,6 +5,7 @@ import importlib.util
 from pathlib import Path
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -137,6 +138,19 @@ def test_a_mistyped_argument_ends_the_launch_before_anything_is_started(path, mo
     with pytest.raises(ConfigError, match=f'did you mean {argument}'):
         description.entities[0].visit(LaunchContext(argv=[f'{argument}s:=1']))
     assert not description.entities[0].visit(LaunchContext(argv=[f'{argument}:=1']))
+
+
+def test_a_process_that_has_refused_its_parameters_is_not_started_again():
+    pytest.importorskip('launch')
+    pytest.importorskip('launch_ros')
+    from flashrt_ros.launch_actions import process
+    from flashrt_ros.launch_actions import unless_refused
+    one, other = process('executor'), process('planner')
+    (stop,) = unless_refused(SimpleNamespace(returncode=2, action=one), None)
+    assert type(stop.event).__name__ == 'ShutdownProcess'
+    assert stop.event.process_matcher(one) and not stop.event.process_matcher(other)
+    for code in (0, 1, 75, -9):  # ended, a bug, a lost device, killed
+        assert unless_refused(SimpleNamespace(returncode=code, action=one), None) is None
 
 
 @pytest.mark.parametrize('path', FILES, ids=lambda p: p.name)
