@@ -1,6 +1,8 @@
 """The planner node: plans, cancel, subgoals out, outcomes, capsule services."""
 
 from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 import json
 from pathlib import Path
 import threading
@@ -8,6 +10,7 @@ from typing import Any
 
 from _fake_planner import FakePlanner
 from _planner_rig import FIRST
+from _planner_rig import Goal
 from _planner_rig import planner_rig
 from _planner_rig import SECOND
 from _planner_rig import TWO
@@ -27,6 +30,21 @@ EACH = pytest.mark.parametrize('link', ['bound', 'topic', 'service'])
 def until_latched(robot, sequence: int) -> None:
     wait_until(lambda: robot.executor.engine.slot.latched == sequence,
                f'subgoal {sequence} to be latched')
+
+
+@contextmanager
+def held_back(planner, goal: Callable[[], Goal]) -> Iterator[Goal]:
+    """A plan that stands in a decode step until it is asked to end, however long that takes."""
+    switches = planner.model.switches
+    gate, waiting = threading.Event(), switches.waiting
+    switches.gate = gate
+    made = goal()
+    wait_until(lambda: switches.waiting > waiting, 'a decode step')
+    plan = planner.node.engine.plan
+    yield made
+    wait_until(lambda: plan.stopped is not None, 'the plan to be asked to end')
+    switches.gate = None
+    gate.set()
 
 
 @EACH
@@ -168,11 +186,10 @@ def test_one_plan_at_a_time_and_a_preempting_one_takes_its_place(tmp_path: Path)
     model = FakePlanner()
     with planner_rig(tmp_path, model) as (planner, robot):
         robot.run()
-        model.switches.step_s = 0.02
-        slow = planner.goal(wait=True).until('decode')
-        refused = planner.goal('go home').result()
-        assert refused.code == 'busy' and 'preempt' in refused.message
-        goal = planner.goal('go home', preempt=True, priority=Subgoal.PRIORITY_INTERRUPT)
+        with held_back(planner, lambda: planner.goal(wait=True)) as slow:
+            refused = planner.goal('go home').result()
+            assert refused.code == 'busy' and 'preempt' in refused.message
+            goal = planner.goal('go home', preempt=True, priority=Subgoal.PRIORITY_INTERRUPT)
         assert slow.result().code == 'superseded'
         result = goal.result()
         assert result.success and list(result.subgoals) == ['go home'], result.message
@@ -185,11 +202,10 @@ def test_an_interrupt_of_the_executor_ends_the_plan_and_nothing_of_it_comes_late
         tmp_path: Path, link: str) -> None:
     with planner_rig(tmp_path, link=link) as (planner, robot):
         robot.run()
-        planner.model.switches.step_s = 0.01
-        goal = planner.goal(TWO, wait=True).until('decode')
-        reply = robot.call('set_subgoal', subgoal=Subgoal(
-            text='stop', priority=Subgoal.PRIORITY_INTERRUPT))
-        assert reply.success and reply.sequence == 1
+        with held_back(planner, lambda: planner.goal(TWO, wait=True)) as goal:
+            reply = robot.call('set_subgoal', subgoal=Subgoal(
+                text='stop', priority=Subgoal.PRIORITY_INTERRUPT))
+            assert reply.success and reply.sequence == 1
         result = goal.result()
         assert result.code == 'superseded', result.message
         assert list(result.sequences) in ([], [0]) and planner.counter('rollbacks') == 1
@@ -230,9 +246,8 @@ def test_a_subgoal_for_a_past_episode_is_refused_and_nothing_of_its_plan_is_carr
 def test_a_hold_that_was_asked_for_ends_what_is_being_decoded(tmp_path: Path, link: str) -> None:
     with planner_rig(tmp_path, link=link) as (planner, robot):
         robot.run()
-        planner.model.switches.step_s = 0.01
-        goal = planner.goal(TWO, wait=True).until('decode')
-        assert robot.call('hold', cause='visitor', latch=True).success
+        with held_back(planner, lambda: planner.goal(TWO, wait=True)) as goal:
+            assert robot.call('hold', cause='visitor', latch=True).success
         result = goal.result()
         assert result.code == 'superseded' and 'visitor' in result.message
 
