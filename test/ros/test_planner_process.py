@@ -14,6 +14,7 @@ from test_executor_process import Watcher
 
 from flashrt_ros import qos
 from flashrt_ros.action import Plan
+from flashrt_ros.conductor import to_ns
 from flashrt_ros.msg import ActionChunk
 from flashrt_ros.msg import Event
 from flashrt_ros.msg import PlannerStatus
@@ -79,16 +80,20 @@ def test_a_planner_killed_in_mid_plan_makes_the_executor_hold_after_the_subgoals
     planner = start(group, STUCK_AFTER='42')
     events = watcher.listen(Event, '/executor/events', qos.record())
     chunks = watcher.listen(ActionChunk, '/executor/chunk', qos.record())
+    subgoals = watcher.listen(Subgoal, '/subgoal', qos.command())
     client = Client(watcher)
     watcher.active()
     assert watcher.call(Reset, '/executor/reset').success
+    group.wait_for(lambda: watcher.node.count_publishers('/subgoal') > 0, 20, 'the planner')
     client.plan(wait=True, deadline_s=3.0)
     group.wait_for(lambda: any(c.subgoal_sequence == 1 for c in chunks), 30, 'the first subgoal')
-    assert not any(e.kind == 'hold' and e.name == 'subgoal_deadline' for e in events)
     group.wait_for(lambda: client.status[-1].phase == 'decode', 10, 'the middle of its plan')
     planner.kill()
     group.wait_for(lambda: any(e.kind == 'hold' and e.name == 'subgoal_deadline' for e in events),
                    20, 'the hold')
+    held = next(to_ns(e.header.stamp) for e in events if e.name == 'subgoal_deadline')
+    # Both are ROS time, the deadline is steady: they may differ by what NTP slews.
+    assert held - to_ns(subgoals[0].header.stamp) > 2_900_000_000, 'not before its deadline'
     start(group, name='planner_again')
     again = Client(watcher)
     result = again.result(again.plan())
