@@ -60,6 +60,7 @@ class Admission:
         self._window_ns = 0  # from the end of the newest tick to the next one's due time
         self._asked: int | None = None  # p99 in ns of the segment that waits, 0: not measured
         self._passed = 0  # ticks that have ended since it asked
+        self._missed = False  # it should have fitted after one of them
         self._granted = False  # it starts now, whatever comes
         self._durations: dict[tuple[str, Any], Ring] = {}
         self._begun_ns = 0
@@ -101,7 +102,7 @@ class Admission:
         with self._changed:
             ring = self._durations.get((segment.label, segment.key))
             p99_ns = 0 if ring is None or not ring.count else int(ring.summary().p99 * 1e3)
-            self._asked, self._passed, waited = p99_ns, 0, False
+            self._asked, self._passed, self._missed, waited = p99_ns, 0, False, False
             while not self._granted and not self._may_start(p99_ns):
                 waited = True
                 self._wait(self._changed, _LOOK_S)
@@ -148,13 +149,12 @@ class Admission:
         if self._asked is None:
             return
         self._passed += 1
-        if self._passed < _PATIENCE and (self._soon or (
-                self._passed == 1 and 0 < self._asked
-                and self._needed_ns(self._asked) <= self._window_ns)):
+        fits = 0 < self._asked and self._needed_ns(self._asked) <= self._window_ns
+        if self._passed < _PATIENCE and (self._soon or (fits and not self._missed)):
+            self._missed = fits and not self._soon
             return
         self._granted = True
         if self._due_ns is None:
             return
-        fits = self._needed_ns(self._asked) <= self._window_ns
         self._counters.add('segments_unmeasured' if not self._asked else
                            'segments_starved' if self._soon or fits else 'segments_oversize')

@@ -190,7 +190,7 @@ def test_before_the_tick_of_an_interrupt_nothing_starts_not_even_after_the_one_i
     robot.subject.tick_soon()
     robot.schedule = [(-1, at + 3, None), (at + 4, at + 18, at + 84)]
     assert robot.segment('decode', 5) == at + 18
-    assert robot['segments_oversize'] == 0
+    assert robot['segments_oversize'] == robot['segments_starved'] == 0
     assert robot.segment('decode', 5) == at + 23, 'then all is as before'
     robot.subject.tick_soon()
     robot.expects = False
