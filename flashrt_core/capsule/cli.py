@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from ..command_line import STOPPED
 from ..errors import CapsuleCorrupt
 from ..errors import CapsuleExists
 from ..errors import CapsuleNotFound
@@ -34,7 +35,7 @@ Answer = tuple[int, Any, list[str]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; 0 fine, 1 different or damaged, 2 refused or used wrongly."""
+    """Run one command; 0 fine, 1 different or damaged, 2 refused or used wrongly, 130 Ctrl-C."""
     try:
         options = _parser().parse_args(argv)
     except SystemExit as stop:
@@ -46,6 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(error.code, str(error), options.json)
     except OSError as error:
         return _fail('system', f'{error.filename or "file"}: {error.strerror}', options.json)
+    except KeyboardInterrupt:
+        print('capsule: stopped', file=sys.stderr)
+        return STOPPED
     try:
         _print(json.dumps(value, indent=2) if options.json else '\n'.join(map(plain, lines)))
     except BrokenPipeError:

@@ -5,10 +5,27 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 import contextlib
 import multiprocessing
+from multiprocessing.context import SpawnContext
+from multiprocessing.context import SpawnProcess
 import os
 import signal
 import threading
 from typing import Any
+
+
+class _Process(SpawnProcess):
+    """A process that Ctrl-C does not reach while it imports: SIGINT is blocked until _begin."""
+
+    def start(self) -> None:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            super().start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class _Context(SpawnContext):
+    Process = _Process
 
 
 def make_pool(count: int, begin: Callable[..., object] | None = None,
@@ -19,7 +36,7 @@ def make_pool(count: int, begin: Callable[..., object] | None = None,
     that made the pool; when that one is killed they end.
     """
     return ProcessPoolExecutor(
-        count, multiprocessing.get_context('spawn'), _begin, (begin, given))
+        count, _Context(), _begin, (begin, given))
 
 
 @contextlib.contextmanager
@@ -35,6 +52,7 @@ def pool(count: int, begin: Callable[..., object] | None = None,
 
 def _begin(begin: Callable[..., object] | None, given: tuple[Any, ...]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     threading.Thread(target=_end_with_parent, daemon=True).start()
     if begin is not None:
         begin(*given)

@@ -12,6 +12,7 @@ from _capsules import Session
 from _capsules import small_store
 import pytest
 
+from flashrt_core.capsule import cli
 from flashrt_core.capsule import Identity
 from flashrt_core.capsule.cli import main
 from flashrt_core.runtime import cpu_backend
@@ -143,6 +144,17 @@ def test_bad_arguments_give_one_line_and_code_two(
 @pytest.mark.parametrize('argv', [[], ['unknown'], ['show'], ['verify']])
 def test_wrong_usage_is_code_two(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys, *argv)[0] == 2
+
+
+def test_an_interrupt_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str],
+                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*given: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.files, 'stream', interrupt)
+    file = next(folder.glob('*.capsule'))
+    assert cli.main(['verify', str(file)]) == 130
+    assert capsys.readouterr().err == 'capsule: stopped\n'
 
 
 def test_the_module_runs_as_a_command(folder: Path) -> None:

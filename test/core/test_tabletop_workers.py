@@ -24,6 +24,34 @@ if __name__ == '__main__':
 """
 
 
+STOPPED = """
+import os, signal, time
+from flashrt_core.command_line import run
+from flashrt_core.tabletop.workers import pool
+def work():
+    with pool(1) as processes:
+        processes.submit(os.getpid).result()
+if __name__ == '__main__':
+    raise SystemExit(run('work', work))
+print('importing', flush=True)
+time.sleep(1.0)
+"""
+
+
+def test_ctrl_c_while_the_processes_begin_is_one_line(tmp_path: Path) -> None:
+    script = tmp_path / 'stopped.py'
+    script.write_text(STOPPED)
+    root = Path(__file__).resolve().parents[2]
+    command = subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=os.environ | {'PYTHONPATH': str(root)}, start_new_session=True)
+    assert command.stdout is not None and command.stderr is not None
+    assert command.stdout.readline() == 'importing\n'
+    os.killpg(command.pid, signal.SIGINT)
+    assert command.stderr.read() == 'work: stopped\n'
+    assert command.wait() == 130
+
+
 def test_ctrl_c_ends_no_process_of_the_pool() -> None:
     with pool(1) as processes:
         first = processes.submit(os.getpid).result()
