@@ -31,7 +31,7 @@ WARM_UP_S = 1.0
 WRITES = 200
 SHARE_WANTED = 0.7  # of its solo tokens that the planner is to keep, with no deadline missed
 COUNTED = ('ticks', 'tick_deadline_missed', 'exhausted', 'tokens', 'segments_waited',
-           'segments_oversize')
+           'segments_oversize', 'segments_starved')
 Row = dict[str, Any]
 Stages = dict[str, Summary]
 
@@ -105,7 +105,8 @@ def _phase(now: Pair, report: Report, name: str, seconds: float) -> tuple[Row, S
         'exhausted': delta['exhausted'], 'tokens_per_s': delta['tokens'] / took,
         'token_p50_ms': tokens.p50 / 1e3, 'token_p99_ms': tokens.p99 / 1e3,
         'segments_waited': delta['segments_waited'],
-        'segments_oversize': delta['segments_oversize'], 'wait_p99_ms': waited.p99 / 1e3}
+        'segments_oversize': delta['segments_oversize'],
+        'segments_starved': delta['segments_starved'], 'wait_p99_ms': waited.p99 / 1e3}
     report.add(table='phases', **row)
     return row, {name: ring.summary() for name, ring in rings.items()}
 
