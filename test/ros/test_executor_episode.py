@@ -93,7 +93,7 @@ def test_the_limit_of_an_episode_that_a_reset_has_ended_holds_nothing_of_the_nex
         episode = Episode(r, reset=True, max_steps=30)
         wait_until(lambda: control.progress.step > 3, 'steps')
         timer.cancel()  # the executor thread is busy elsewhere
-        r.call('hold', cause='test')
+        r.call('hold', cause='test', latch=False)
         steps, ticks = control.progress.step, control.ticks_played
         r.reset()
         wait_until(lambda: control.progress.step > 40, 'steps of the next episode')

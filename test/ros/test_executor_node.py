@@ -88,7 +88,7 @@ def test_rollback_goes_back_by_ticks_and_to_a_capsule(tmp_path: Path) -> None:
     with rig(tmp_path) as r:
         r.run()
         wait_until(lambda: len(r.chunks) >= 6, 'ticks')
-        r.call('hold', cause='test')
+        r.call('hold', cause='test', latch=False)
         wait_until(lambda: r.policy.sessions[0].lane.idle, 'the last tick to end')
         here = r.call('snapshot', id='here').info.position
         reply = r.call('rollback', boundaries=3)

@@ -103,14 +103,14 @@ def test_every_committed_tick_is_a_boundary_whatever_became_of_its_chunk(tmp_pat
         switches.gated, switches.waiting = 'act', 0
         gate = switches.gate = threading.Event()
         wait_until(lambda: switches.waiting, 'the last segment')
-        r.call('hold', cause='test')
+        r.call('hold', cause='test', latch=False)
         switches.gate = None
         gate.set()
         wait_until(lambda: counters['results_dropped'] == 1, 'its chunk to be dropped')
         position = r.call('snapshot', id='here').info.position
         r.call('resume')
         wait_until(lambda: r.tick_inputs[-1].tick >= position, 'the next tick')
-        r.call('hold', cause='test')
+        r.call('hold', cause='test', latch=False)
         wait_until(lambda: r.policy.sessions[0].lane.idle, 'the last tick to end')
         here = r.call('snapshot', id='later').info.position
         assert r.call('rollback', boundaries=here - position).tick == position
@@ -206,11 +206,11 @@ def test_a_node_that_holds_after_a_refused_chunk_still_shows_signs_of_life(tmp_p
 def test_one_resume_leaves_every_hold_that_was_asked_for(tmp_path: Path) -> None:
     with rig(tmp_path) as r:
         r.run()
-        r.call('hold', cause='lunch')
+        r.call('hold', cause='lunch', latch=False)
         r.call('hold', cause='operator', latch=True)
         assert r.call('resume').success
         r.until_phase('ticking')
-        r.call('hold', cause='lunch')
+        r.call('hold', cause='lunch', latch=False)
         r.executor.control.hold('fault', latch=True)
         assert r.call('resume').success
         r.until_phase('ticking')

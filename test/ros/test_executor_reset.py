@@ -158,7 +158,7 @@ def test_the_first_tick_of_an_epoch_sees_only_what_arrived_after_the_reset(tmp_p
         r.run()
         r.arm.frozen = {'joint_states', 'images/top', 'images/wrist'}
         r.arm.obey = False
-        r.call('hold', cause='test')
+        r.call('hold', cause='test', latch=False)
         wait_until(lambda: r.policy.sessions[0].lane.idle, 'the last tick to end')
         given = len(r.policy.switches.inputs)
         replied = r.reset()

@@ -136,7 +136,7 @@ def test_a_restore_within_the_episode_drops_the_subgoal_that_no_tick_has_latched
         tmp_path: Path) -> None:
     with rig(tmp_path) as r:
         r.run()
-        r.call('hold', cause='test')
+        r.call('hold', cause='test', latch=False)
         r.call('set_subgoal', subgoal=Subgoal(tokens=[5]))
         epoch = r.call('restore', id='c0').epoch
         wait_until(lambda: sum(c.epoch == epoch for c in r.chunks) >= 2, 'ticks of the new epoch')

@@ -48,8 +48,19 @@ def test_a_hold_may_not_take_the_name_of_one_that_ends_by_itself(tmp_path: Path)
         for cause in ('observation', 'episode_end', 'x' * 65, 'a\nb'):
             assert r.call('hold', cause=cause).code == 'parameter_invalid'
         assert r.executor.phase == 'ticking'
-        assert r.call('hold', cause='lunch').success and r.executor.phase == 'holding'
+        assert r.call('hold', cause='lunch', latch=False).success and r.executor.phase == 'holding'
         assert r.call('resume').success, 'an unlatched hold of a request ends so too'
+        r.until_phase('ticking')
+
+
+def test_a_hold_without_more_words_is_ended_by_no_reset_and_no_restore(tmp_path: Path) -> None:
+    with rig(tmp_path) as r:
+        r.run()
+        reply = r.call('hold')
+        assert reply.success and 'leave it by ~/resume;' in reply.message
+        assert r.call('reset').success and r.call('restore', id='c0').success
+        assert r.executor.control.holds.causes == ('request',) and r.executor.phase == 'holding'
+        assert r.call('resume').success
         r.until_phase('ticking')
 
 
@@ -199,7 +210,7 @@ def test_a_subgoal_from_before_a_restore_is_not_latched_again(tmp_path: Path) ->
 def test_a_subgoal_that_no_tick_has_latched_is_dropped_by_a_reset(tmp_path: Path) -> None:
     with rig(tmp_path) as r:
         r.run()
-        r.call('hold', cause='test')
+        r.call('hold', cause='test', latch=False)
         r.call('set_subgoal', subgoal=Subgoal(tokens=[5]))
         epoch = r.reset().epoch
         wait_until(lambda: sum(c.epoch == epoch for c in r.chunks) >= 2, 'ticks of the new epoch')

@@ -256,7 +256,8 @@ def test_a_hold_leaves_a_decoded_plan_and_a_reset_ends_it(tmp_path: Path) -> Non
     with planner_rig(tmp_path) as (planner, robot):
         robot.run()
         goal = planner.goal(TWO, wait=True).until('execute')
-        assert robot.call('hold', cause='visitor').success and robot.call('resume').success
+        assert robot.call('hold', cause='visitor', latch=False).success
+        assert robot.call('resume').success
         planner.outcome(1)
         until_latched(robot, 2)
         robot.reset()
