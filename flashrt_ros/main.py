@@ -160,7 +160,8 @@ def run_nodes(
     for node in nodes:
         executors.append(SingleThreadedExecutor())
         executors[-1].add_node(node)
-    stop.on_set(lambda: [executor.wake() for executor in executors])
+    # A task, since a wake alone lets no node out that has neither timer nor message to wait for.
+    stop.on_set(lambda: [executor.create_task(_nothing) for executor in executors])
     # They end with the executors' shutdown: a node that ends may still wait for a callback, and
     # what it owes, the result of a goal, is sent from one.
     spinning = [_spun(executor) for executor in executors[1:]]
@@ -183,6 +184,10 @@ def run_nodes(
         node.destroy_node()
     rclpy.try_shutdown()
     return stop.exit_code
+
+
+def _nothing() -> None:
+    pass
 
 
 def _spun(executor: SingleThreadedExecutor) -> threading.Thread:
