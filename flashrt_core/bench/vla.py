@@ -128,8 +128,8 @@ def run(arguments: argparse.Namespace) -> Report:
     report.notes += [
         'tick: submit to result in the calling thread, new pixels and noise each time; vision, '
         'prefix, denoise: device time of the segments, medians.',
-        f'floor: operations over {ceilings.flops / 1e12:.0f} TFLOP/s, expert bytes over '
-        f'{ceilings.bytes / 1e12:.2f} TB/s, both measured in this run; mfu and expert_tb_s '
+        f'floor: operations over {ceilings.flops / 1e12:.3g} TFLOP/s, expert bytes over '
+        f'{ceilings.bytes / 1e12:.3g} TB/s, both measured in this run; mfu and expert_tb_s '
         'against the same counts.',
         'cosine: actions against the plain torch layers run eagerly on the same inputs, worst of '
         f'{CHECKED}; cosine_bf16 and _float32: against those in bfloat16 and, from the same '
@@ -138,7 +138,7 @@ def run(arguments: argparse.Namespace) -> Report:
     if 'fp8' in arguments.precision:
         report.notes.append(
             'fp8: scales from random textured frames, none of them measured; floor and mfu of '
-            f'vision and prefix as if all were products in FP8, {rate8 / 1e12:.0f} TFLOP/s; the '
+            f'vision and prefix as if all were products in FP8, {rate8 / 1e12:.3g} TFLOP/s; the '
             'expert is in bf16.')
     return report
 
