@@ -145,6 +145,7 @@ def _ls(options: argparse.Namespace) -> Answer:
     if options.directory.is_file():
         raise ConfigError(
             f'{options.directory} is a file: look at it with `show {options.directory}`')
+    os.close(files.open_directory(options.directory))
     names = sorted(path for path in options.directory.iterdir() if path.suffix == files.SUFFIX)
     for path in names:
         try:
@@ -255,7 +256,8 @@ def _verify(options: argparse.Namespace) -> Answer:
             results.append({
                 'file': str(path), 'ok': False, 'error': error.code, 'message': str(error)
             })
-            lines.append(f'{path}: damaged: {error}')
+            what = 'not there' if isinstance(error, CapsuleNotFound) else 'damaged'
+            lines.append(f'{path}: {what}: {error}')
     good = all(result['ok'] for result in results)
     return (SAME if good else DIFFERENT), {'files': results}, lines
 

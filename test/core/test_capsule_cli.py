@@ -55,6 +55,8 @@ def test_ls_lists_capsules_and_names_refused_files(
     listed = json.loads(out)
     assert code == 1 and [item['id'] for item in listed['capsules']] == ['a', 'b', 'other']
     assert listed['refused'][0]['file'] == 'bad.capsule'
+    code, _, err = run(capsys, 'ls', folder / 'none')
+    assert code == 2 and 'none' in err and 'give an existing directory' in err
 
 
 def test_show_names_lineage_identity_and_buffers(
@@ -92,6 +94,8 @@ def test_verify_finds_the_damaged_file(
     results = json.loads(run(capsys, 'verify', *files, '--json')[1])['files']
     assert [item['ok'] for item in results] == [True, False]
     assert results[1]['error'] == 'capsule_corrupt'
+    code, out, _ = run(capsys, 'verify', files[0], folder / 'c.capsule')
+    assert code == 1 and 'c.capsule: not there: ' in out and 'damaged' not in out
 
 
 def test_export_then_import_carries_the_same_bytes(
