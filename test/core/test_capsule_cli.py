@@ -95,7 +95,7 @@ def test_verify_finds_the_damaged_file(
     assert [item['ok'] for item in results] == [True, False]
     assert results[1]['error'] == 'capsule_corrupt'
     code, out, _ = run(capsys, 'verify', files[0], folder / 'c.capsule')
-    assert code == 1 and 'c.capsule: not there: ' in out and 'damaged' not in out
+    assert code == 1 and 'c.capsule: not there: ' in out and ': damaged: ' not in out
 
 
 def test_export_then_import_carries_the_same_bytes(
