@@ -204,14 +204,16 @@ _MARK = '#'  # stands for a part
 _LANGUAGE = _forms(_MARK)
 
 
-def draw_example(rng: np.random.Generator, held_out: bool = False, only: str = '') -> Example:
+def draw_example(rng: np.random.Generator, held_out: bool = False, first: str = '',
+                 deep: bool = False) -> Example:
     """
     Draw one example, of the training set or, with ``held_out``, of what it never shows.
 
-    :param only: kind of its one part, of ``KINDS``; '' leaves number and kinds to chance.
+    :param first: kind of its first part, one of ``KINDS``; '' leaves it to chance.
+    :param deep: its later parts are of any kind; else of the three simple ones.
     """
     while True:
-        example = _draw(rng, only=only)
+        example = _draw(rng, first=first, deep=deep)
         if example.held_out if held_out else example.shown:
             return example
 
@@ -232,14 +234,15 @@ def draw_task(rng: np.random.Generator, scene: Scene, most_in_a_zone: int) -> Ex
             return example
 
 
-def _draw(rng: np.random.Generator, scene: Scene | None = None, only: str = '') -> Example:
+def _draw(rng: np.random.Generator, scene: Scene | None = None, first: str = '',
+          deep: bool = False) -> Example:
     scene = scene or _draw_scene(rng)
-    if not only and _chance(rng, 0.05):
+    if _chance(rng, 0.05) and not first:
         text = _pick(rng, _NONSENSE)
         return Example(_dress(rng, text), scene, (), ('nonsense',))
-    parts = [_draw_part(rng, scene, simple=False, kind=only)]
-    while not only and len(parts) < 3 and _chance(rng, 0.4):
-        parts.append(_draw_part(rng, scene, simple=True))
+    parts = [_draw_part(rng, scene, simple=False, kind=first)]
+    while len(parts) < 3 and _chance(rng, 0.4):
+        parts.append(_draw_part(rng, scene, simple=not deep))
     if sum(len(part.goals) for part in parts if part.possible) > MOST_GOALS:
         parts = parts[:1]
     text = parts[0].text

@@ -31,7 +31,8 @@ LENGTH = 96      # tokens of a training sequence
 # Colours that no table has.
 OTHER_WORDS = ('pink', 'white', 'black', 'brown', 'grey', 'cyan', 'teal', 'gold', 'silver',
                'violet')
-LISTS = ('empty', 'loose')  # kinds of parts that ask for what lies somewhere
+# Kinds of parts that stand for several goals: rare, and mostly in vain, as they are drawn.
+LISTS = ('all', 'except', 'sort', 'empty', 'loose')
 _COLOUR = re.compile(rf'\b(?:{"|".join(COLOURS)})\b')
 
 _tokenizer: ByteTokenizer | None = None
@@ -44,12 +45,14 @@ class Lessons:
     ``renamed``: share of the lessons in which some colours are called ``OTHER_WORDS``. A planner
     that knows six colours learns by heart which of their 36 pairs there are; with words that any
     pair may hold it learns to copy them. No pair that is held out comes up by it.
-    ``lists``: share that is one part alone of ``LISTS`` and has a plan, which are rare. A chain of
-    them would not do: its kinds that are held out are missing, and the rest would teach that.
+    ``lists``: share that begins with one of ``LISTS`` and has a plan.
+    ``deep``: share of these that go on with another list. In the language as it is drawn only pick
+    and home follow the kinds that put is held out after, which teaches that nothing is put then.
     """
 
     renamed: float = 0.0
     lists: float = 0.0
+    deep: float = 0.0
 
     def __post_init__(self) -> None:
         for name, share in vars(self).items():
@@ -70,9 +73,10 @@ class Lessons:
         if not self.lists or rng.random() >= self.lists:
             return draw_example(rng)
         kind = LISTS[int(rng.random() * len(LISTS))]
+        deep = bool(self.deep and rng.random() < self.deep)
         while True:
-            example = draw_example(rng, only=kind)
-            if example.plan:
+            example = draw_example(rng, first=kind, deep=deep)
+            if example.plan and (not deep or set(example.kinds[1:]) & set(LISTS)):
                 return example
 
     def _words(self, rng: np.random.Generator) -> dict[str, str]:

@@ -205,7 +205,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                         help='minutes for the whole training instead of --steps')
     parser.add_argument('--start', type=Path, help='folder of a model to begin with')
     for name, help in (('renamed', 'share of lessons with colours called other words'),
-                       ('lists', 'share that is one part of several goals')):
+                       ('lists', 'share that begins with a part of several goals'),
+                       ('deep', 'share of these that go on with another one')):
         parser.add_argument(f'--{name}', type=float, default=0.0, help=help)
     for name, value in vars(DEFAULT).items():
         parser.add_argument(f'--{name}', type=type(value), default=value)
@@ -215,7 +216,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _command(o: argparse.Namespace) -> int:
     recipe = Recipe(**{name: getattr(o, name) for name in vars(DEFAULT)})
-    lessons = Lessons(o.renamed, o.lists)
+    lessons = Lessons(o.renamed, o.lists, o.deep)
     device = pick_backend(o.device).device
     if o.json is not None:
         check_output(o.json, 'scores')

@@ -129,13 +129,20 @@ def test_without_shares_the_lessons_are_the_language_as_it_is_drawn() -> None:
                                           example.answer)
 
 
-def test_lists_stand_alone_and_have_a_plan() -> None:
-    rng, chained = np.random.default_rng(4), re.compile(r' then |after you|before you|but first')
-    for _ in range(200):
-        question, answer = Lessons(lists=1.0).draw(rng)
-        asked = question.split(' say: ')[1]
-        assert re.search('empty the|what is in the|what lies on|the loose', asked)
-        assert not chained.search(asked) and answer != CANNOT
+def test_lists_have_a_plan_and_only_deep_ones_go_on_with_lists() -> None:
+    rng = np.random.default_rng(4)
+    later = re.compile(
+        'empty the|what is in the|what lies on|the loose|every|all b|each block|by colour')
+    counts = []
+    for deep in (0.0, 1.0):
+        several = 0
+        for _ in range(300):
+            question, answer = Lessons(lists=1.0, deep=deep).draw(rng)
+            asked = question.split(' say: ')[1]
+            assert answer != CANNOT and later.search(asked)
+            several += len(later.findall(asked)) > 1
+        counts.append(several)
+    assert counts == [0, 300]
 
 
 def test_renamed_colours_keep_the_plan_and_never_make_a_pair_that_is_held_out() -> None:
@@ -178,7 +185,7 @@ def test_a_training_begins_with_a_model_and_names_it(
     one, two = (load_file(tmp_path / f / train_planner.WEIGHTS) for f in ('first', 'second'))
     assert all(torch.allclose(one[key], two[key], atol=1e-6) for key in one)
     first, second = (training.load_record(tmp_path / f) for f in ('first', 'second'))
-    assert second['lessons'] == {'renamed': 0.5, 'lists': 0.0}
+    assert second['lessons'] == {'renamed': 0.5, 'lists': 0.0, 'deep': 0.0}
     digest = second['start'].pop('sha256')
     assert second['start'] == first and len(digest) == 64
     assert (tmp_path / 'second/tokenizer.json').read_bytes() == (
