@@ -5,6 +5,7 @@ from collections.abc import Callable
 from collections.abc import Iterator
 import os
 from pathlib import Path
+import signal
 import sys
 import time
 
@@ -20,6 +21,9 @@ from flashrt_core.runtime import Lane
 settings.register_profile('suite', deadline=None, derandomize=True)
 settings.load_profile('suite')
 sys.path.insert(0, str(Path(__file__).parent / 'core'))  # helpers: _poison
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A run in a shell's background ignores Ctrl-C, and what it starts inherits that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 MOST_WORKERS = 12  # each holds torch and its models: 1 to 2 GB
 
