@@ -358,8 +358,8 @@ class Engine:
                 admission.tick_began(None if resync else self._next_due_ns(prepared))
         submitted = time.perf_counter()
         try:
-            prepared.digests.update(observation.digests())
             try:
+                prepared.digests.update(observation.digests())
                 chunk = self._await(future)
             finally:
                 if admission is not None:
