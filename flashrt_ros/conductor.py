@@ -32,6 +32,7 @@ from trajectory_msgs.msg import JointTrajectory
 from trajectory_msgs.msg import JointTrajectoryPoint
 
 from flashrt_core.errors import FlashrtError
+from flashrt_core.errors import ParameterInvalid
 from flashrt_ros import qos
 from flashrt_ros.msg import ActionChunk
 from flashrt_ros.msg import Event
@@ -368,6 +369,7 @@ class Conductor:
 
         :raises Refused: success is false.
         :raises WaitTimeout: no answer.
+        :raises ParameterInvalid: no such service, or no such field of its request.
         """
         answer = self.try_call(name, timeout_s, **fields)
         if not answer.reply.success:
@@ -376,7 +378,15 @@ class Conductor:
 
     def try_call(self, name: str, timeout_s: float = 20.0, **fields: Any) -> Answer:
         """Like ``call``, but a refusal is returned."""
+        if name not in self._clients:
+            raise ParameterInvalid(f'there is no service {name!r:.80}; there are '
+                                   f'{", ".join(sorted(self._clients))}')
         client = self._clients[name]
+        known = client.srv_type.Request.get_fields_and_field_types()
+        unknown = sorted(fields.keys() - known.keys())
+        if unknown:  # a generated message drops them without a word
+            raise ParameterInvalid(f'{", ".join(unknown)} is no field of the request of {name}; '
+                                   f'it has {", ".join(known) or "none"}')
         request = client.srv_type.Request(**fields)
         done = threading.Event()
         begun = time.perf_counter()

@@ -145,7 +145,7 @@ class ActionGuard:
             raise ActionJump(
                 f'{joint.name} would begin {gap[worst]:.4f} {joint.unit} from its measured '
                 f'position {measured[worst]:.4f}, pose_gap is {joint.pose_gap}; move the robot '
-                'nearer or call ~/reset'
+                'nearer, then call ~/resume'
             )
 
     def _check_finite(self, actions: Vector) -> None:
