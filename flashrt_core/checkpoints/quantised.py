@@ -26,11 +26,11 @@ from torch import Tensor
 
 from flashrt_core.checkpoints.reader import SafetensorsReader
 from flashrt_core.errors import ConfigError
+from flashrt_core.nn.fp8 import E4M3
 from flashrt_core.nn.nvfp4 import from_pairs
 from flashrt_core.nn.nvfp4 import GROUP
 from flashrt_core.nn.nvfp4 import Nvfp4Weight
 
-E4M3 = torch.float8_e4m3fn
 NAN = 0x7F  # the first byte of E4M3 that is no number from 0 on
 BLOCK = 128  # rows and columns that share a scale of FP8
 UNUSED = re.compile(r'\.(input_scale|input_global_scale|k_scale|v_scale)$')

@@ -13,7 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashrt_core.errors import ConfigError
+from flashrt_core.nn.four_bits import groups_of
+from flashrt_core.nn.four_bits import pack
+from flashrt_core.nn.four_bits import unpack
 
 GROUP = 128  # values of a row that share a scale
 HALF = GROUP // 2
@@ -28,8 +30,7 @@ class Int4Weight(NamedTuple):
 
     def values(self) -> Tensor:
         """Return the weight that the product uses, float32 [N, K]."""
-        groups = self.data.unflatten(1, (-1, HALF))  # [N, K / GROUP, HALF]
-        whole = torch.cat([groups & 15, groups >> 4], 2).float() - ZERO
+        whole = unpack(self.data, GROUP).float() - ZERO
         return (whole * self.scale.t()[:, :, None]).flatten(1)
 
     def rows(self, at: slice) -> Int4Weight:
@@ -42,14 +43,8 @@ def quantise(weight: Tensor) -> Int4Weight:
 
     :raises ConfigError: K is no multiple of GROUP, or a value is not finite.
     """
-    if weight.shape[1] % GROUP:
-        raise ConfigError(
-            f'a weight of {weight.shape[1]} columns has no whole groups of {GROUP} for int4')
-    groups = weight.float().unflatten(1, (-1, GROUP))  # [N, K / GROUP, GROUP]
+    groups = groups_of(weight, GROUP, 'int4')
     largest = groups.gather(2, groups.abs().argmax(2, keepdim=True))
-    if not bool(torch.isfinite(groups).all()):
-        raise ConfigError('a weight holds NaN or infinity; int4 cannot carry it: check the file')
     scale = torch.where(largest == 0, 1.0, largest / -ZERO)
     whole = (groups / scale).round().clamp(-ZERO, ZERO - 1).to(torch.int8) + ZERO
-    low, high = whole.to(torch.uint8).split(HALF, 2)
-    return Int4Weight((low | high << 4).flatten(1), scale[:, :, 0].t().contiguous())
+    return Int4Weight(pack(whole.to(torch.uint8)), scale[:, :, 0].t().contiguous())

@@ -15,12 +15,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashrt_core.errors import ConfigError
+from flashrt_core.nn.four_bits import groups_of
+from flashrt_core.nn.four_bits import pack
+from flashrt_core.nn.four_bits import unpack
 from flashrt_core.nn.fp8 import E4M3
 from flashrt_core.nn.fp8 import LARGEST
 
 GROUP = 16  # values of a row that share a scale, a block
-HALF = GROUP // 2
 TOP = 6.0  # of E2M1
 # Between two neighbours each; a value that lies there goes to the one whose last bit is 0.
 MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
@@ -35,8 +36,7 @@ class Nvfp4Weight(NamedTuple):
 
     def values(self) -> Tensor:
         """Return the weight that the product uses, float32 [N, K]."""
-        blocks = self.data.unflatten(1, (-1, HALF))  # [N, K / GROUP, HALF]
-        codes = torch.cat([blocks & 15, blocks >> 4], 2)
+        codes = unpack(self.data, GROUP)
         size = (codes & 7).float()
         size = torch.where(size < 4, size / 2, torch.where(size < 6, size - 2, 2 * size - 8))
         scaled = torch.where(codes > 7, -size, size) * self.scale.float().t()[:, :, None]
@@ -56,12 +56,7 @@ def quantise(weight: Tensor) -> Nvfp4Weight:
 
     :raises ConfigError: K is no multiple of GROUP, or a value is not finite.
     """
-    if weight.shape[1] % GROUP:
-        raise ConfigError(
-            f'a weight of {weight.shape[1]} columns has no whole blocks of {GROUP} for nvfp4')
-    blocks = weight.float().unflatten(1, (-1, GROUP))  # [N, K / GROUP, GROUP]
-    if not bool(torch.isfinite(blocks).all()):
-        raise ConfigError('a weight holds NaN or infinity; nvfp4 cannot carry it: check the file')
+    blocks = groups_of(weight, GROUP, 'nvfp4')
     largest = blocks.abs().amax(2)
     whole = largest.amax(1) / (TOP * LARGEST)
     whole = torch.where(whole == 0, 1.0, whole)
@@ -72,7 +67,7 @@ def quantise(weight: Tensor) -> Nvfp4Weight:
     for below, middle in enumerate(MIDDLES):
         codes += size > middle if below % 2 == 0 else size >= middle
     codes |= (blocks < 0).to(torch.uint8) << 3
-    return Nvfp4Weight(_pack(codes), scale.t().contiguous(), whole)
+    return Nvfp4Weight(pack(codes), scale.t().contiguous(), whole)
 
 
 def from_pairs(data: Tensor, scale: Tensor, whole: Tensor) -> Nvfp4Weight:
@@ -83,10 +78,4 @@ def from_pairs(data: Tensor, scale: Tensor, whole: Tensor) -> Nvfp4Weight:
     :param whole: float32, one value.
     """
     codes = torch.stack([data & 15, data >> 4], 2).flatten(1).unflatten(1, (-1, GROUP))
-    return Nvfp4Weight(_pack(codes), scale.t().contiguous(), whole.float().expand(len(data)))
-
-
-def _pack(codes: Tensor) -> Tensor:
-    """Return codes [N, K / GROUP, GROUP] as bytes [N, K / 2]."""
-    low, high = codes.split(HALF, 2)
-    return (low | high << 4).flatten(1)
+    return Nvfp4Weight(pack(codes), scale.t().contiguous(), whole.float().expand(len(data)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Mapping
 import ctypes
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -86,6 +87,18 @@ def small_store(backend: Backend, *, gpu: int = 4 * MIB, host: int = 4 * MIB,
                 **options: Any) -> CapsuleStore:
     """A store of small pages."""
     return CapsuleStore(backend, gpu, host, page_bytes=PAGE, **options)
+
+
+def disk_store(backend: Backend, path: Path, **options: Any) -> CapsuleStore:
+    """A small store that may save to a directory."""
+    defaults: dict = dict(disk_bytes=64 * MIB, directory=path, allow_disk=True)
+    return small_store(backend, **{**defaults, **options})
+
+
+def saved(session: Session, store: CapsuleStore, name: str) -> None:
+    """Snapshot to disk and wait until the file is durable."""
+    store.snapshot(session.boundary, name, tier='disk')
+    store.saved(name).result(30)
 
 
 def state_pages(session: Session) -> int:

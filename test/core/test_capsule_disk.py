@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 
+from _capsules import disk_store
 from _capsules import MIB
 from _capsules import PAGE
 from _capsules import Session
@@ -20,7 +21,6 @@ import pytest
 from safetensors import safe_open
 import torch
 
-from flashrt_core.capsule import CapsuleStore
 from flashrt_core.capsule import files
 from flashrt_core.capsule import Identity
 from flashrt_core.errors import BudgetFull
@@ -33,11 +33,6 @@ from flashrt_core.errors import IdentityMismatch
 from flashrt_core.errors import TierUnavailable
 from flashrt_core.runtime import Backend
 from flashrt_core.runtime import cpu_backend
-
-
-def disk_store(backend: Backend, path: Path, **options: object) -> CapsuleStore:
-    defaults: dict = dict(disk_bytes=64 * MIB, directory=path, allow_disk=True)
-    return small_store(backend, **{**defaults, **options})
 
 
 @pytest.mark.parametrize('fold', [False, True])

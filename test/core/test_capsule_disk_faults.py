@@ -10,13 +10,13 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
-from _capsules import MIB
+from _capsules import disk_store
+from _capsules import saved
 from _capsules import Session
 from _capsules import small_store
 import pytest
 from safetensors import safe_open
 
-from flashrt_core.capsule import CapsuleStore
 from flashrt_core.capsule import disk
 from flashrt_core.capsule import files
 from flashrt_core.capsule.format import GAP
@@ -28,16 +28,6 @@ from flashrt_core.errors import CapsuleNotFound
 from flashrt_core.errors import ConfigError
 from flashrt_core.errors import TierUnavailable
 from flashrt_core.runtime import cpu_backend
-
-
-def disk_store(path: Path, **options: Any) -> CapsuleStore:
-    defaults: dict = dict(disk_bytes=64 * MIB, directory=path, allow_disk=True)
-    return small_store(cpu_backend(), **{**defaults, **options})
-
-
-def saved(session: Session, store: CapsuleStore, name: str) -> None:
-    store.snapshot(session.boundary, name, tier='disk')
-    store.saved(name).result(30)
 
 
 def refusing(error: int, real: Any = None, after: int = 0) -> Any:
@@ -54,7 +44,7 @@ def refusing(error: int, real: Any = None, after: int = 0) -> Any:
 
 def test_a_directory_that_may_only_be_read_is_not_deleted_from(tmp_path: Path) -> None:
     session = Session(cpu_backend())
-    writer = disk_store(tmp_path)
+    writer = disk_store(cpu_backend(), tmp_path)
     saved(session, writer, 'a')
     writer.close()
     store = small_store(cpu_backend(), directory=tmp_path)
@@ -67,7 +57,7 @@ def test_a_directory_that_may_only_be_read_is_not_deleted_from(tmp_path: Path) -
 
 def test_a_file_that_cannot_be_deleted_stays_listed(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    session, store = Session(cpu_backend()), disk_store(tmp_path)
+    session, store = Session(cpu_backend()), disk_store(cpu_backend(), tmp_path)
     saved(session, store, 'a')
     with monkeypatch.context() as patch:
         patch.setattr(files.os, 'unlink', refusing(errno.EROFS))
@@ -81,7 +71,7 @@ def test_a_file_that_cannot_be_deleted_stays_listed(
 
 def test_an_old_file_that_cannot_be_deleted_stops_no_save(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    session, store = Session(cpu_backend()), disk_store(tmp_path, max_age_s=3600.0)
+    session, store = Session(cpu_backend()), disk_store(cpu_backend(), tmp_path, max_age_s=3600.0)
     saved(session, store, 'a')
     now = disk.time.monotonic()
     monkeypatch.setattr(disk, 'time', SimpleNamespace(monotonic=lambda: now + 4000.0))
@@ -95,14 +85,14 @@ def test_an_old_file_that_cannot_be_deleted_stops_no_save(
 
 
 def test_a_wall_clock_that_jumps_ages_no_file(tmp_path: Path) -> None:
-    session, store = Session(cpu_backend()), disk_store(tmp_path, max_age_s=3600.0)
+    session, store = Session(cpu_backend()), disk_store(cpu_backend(), tmp_path, max_age_s=3600.0)
     saved(session, store, 'a')
     os.utime(tmp_path / 'a.capsule', (0, 0))  # as written before the clock was set
     saved(session, store, 'b')
     assert {info.id for info in store.list()} == {'a', 'b'}
     store.close()
     os.utime(tmp_path / 'b.capsule', (4e9, 4e9))
-    again = disk_store(tmp_path, max_age_s=3600.0)
+    again = disk_store(cpu_backend(), tmp_path, max_age_s=3600.0)
     assert [info.id for info in again.list()] == ['b']
     again.close()
 
@@ -112,17 +102,17 @@ def test_a_wall_clock_that_jumps_ages_no_file(tmp_path: Path) -> None:
     {'disk_bytes': 1e9}, {'disk_bytes': 'x'}, {'disk_bytes': -1},
 ])
 def test_limits_that_would_delete_everything_are_refused(tmp_path: Path, limits: dict) -> None:
-    session, store = Session(cpu_backend()), disk_store(tmp_path)
+    session, store = Session(cpu_backend()), disk_store(cpu_backend(), tmp_path)
     saved(session, store, 'a')
     store.close()
     with pytest.raises(ConfigError):
-        disk_store(tmp_path, **limits)
+        disk_store(cpu_backend(), tmp_path, **limits)
     assert (tmp_path / 'a.capsule').exists()
 
 
 def test_a_file_system_without_room_is_refused_before_anything_is_dropped(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    session, store = Session(cpu_backend()), disk_store(tmp_path)
+    session, store = Session(cpu_backend()), disk_store(cpu_backend(), tmp_path)
     saved(session, store, 'a')
     store.pin('a')
     full = SimpleNamespace(f_bavail=1, f_frsize=4096)
@@ -136,7 +126,7 @@ def test_a_file_system_without_room_is_refused_before_anything_is_dropped(
 
 def test_a_full_file_system_gets_room_from_the_least_recently_used_files(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    session, store = Session(cpu_backend()), disk_store(tmp_path)
+    session, store = Session(cpu_backend()), disk_store(cpu_backend(), tmp_path)
     for name in 'abc':
         saved(session, store, name)
     store.pin('a')
@@ -149,12 +139,12 @@ def test_a_full_file_system_gets_room_from_the_least_recently_used_files(
 
 
 def test_a_file_that_was_read_lately_is_not_the_first_to_go(tmp_path: Path) -> None:
-    session, store = Session(cpu_backend()), disk_store(tmp_path)
+    session, store = Session(cpu_backend()), disk_store(cpu_backend(), tmp_path)
     for name in ('a', 'b'):
         saved(session, store, name)
     used = store.usage()['disk'].used_bytes
     store.close()
-    store = disk_store(tmp_path, disk_bytes=used)
+    store = disk_store(cpu_backend(), tmp_path, disk_bytes=used)
     store.restore(session.boundary, 'a')
     saved(session, store, 'c')
     assert {path.name for path in tmp_path.iterdir()} == {'a.capsule', 'c.capsule'}
@@ -162,7 +152,7 @@ def test_a_file_that_was_read_lately_is_not_the_first_to_go(tmp_path: Path) -> N
 
 
 def test_what_lies_between_the_buffers_reaches_no_file(tmp_path: Path) -> None:
-    session, store = Session(cpu_backend()), disk_store(tmp_path)
+    session, store = Session(cpu_backend()), disk_store(cpu_backend(), tmp_path)
     session.buffers.arena.fill_(255)
     session.fill(1)
     saved(session, store, 'a')
@@ -179,7 +169,7 @@ def test_a_directory_name_that_is_no_name_is_refused() -> None:
 
 def test_a_disk_that_cannot_be_read_is_an_error_of_its_capsule_only(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    session, store = Session(cpu_backend()), disk_store(tmp_path)
+    session, store = Session(cpu_backend()), disk_store(cpu_backend(), tmp_path)
     session.fill(1)
     saved(session, store, 'a')
     session.fill(2)
@@ -192,7 +182,7 @@ def test_a_disk_that_cannot_be_read_is_an_error_of_its_capsule_only(
     store.close()
     with monkeypatch.context() as patch:
         patch.setattr(files.os, 'pread', refusing(errno.EIO))
-        again = disk_store(tmp_path)
+        again = disk_store(cpu_backend(), tmp_path)
     assert again.counters['skipped'] == 1 and again.list() == []
     again.close()
 
@@ -200,7 +190,7 @@ def test_a_disk_that_cannot_be_read_is_an_error_of_its_capsule_only(
 @pytest.mark.parametrize('code', [errno.ENOSPC, errno.EROFS, errno.EIO, errno.EDQUOT])
 def test_a_directory_entry_that_is_not_durable_leaves_no_file(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
-    session, store = Session(cpu_backend()), disk_store(tmp_path)
+    session, store = Session(cpu_backend()), disk_store(cpu_backend(), tmp_path)
     monkeypatch.setattr(files.os, 'fsync', refusing(code, os.fsync, after=1))
     with pytest.raises(CapsuleError, match='not written'):
         saved(session, store, 'a')
@@ -213,7 +203,7 @@ def test_a_directory_entry_that_is_not_durable_leaves_no_file(
 
 def test_a_file_that_another_process_wrote_meanwhile_is_not_replaced(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    session, store = Session(cpu_backend()), disk_store(tmp_path)
+    session, store = Session(cpu_backend()), disk_store(cpu_backend(), tmp_path)
     real = os.fsync
 
     def fsync(fd: int) -> None:
@@ -228,7 +218,7 @@ def test_a_file_that_another_process_wrote_meanwhile_is_not_replaced(
 
 
 def test_a_file_that_someone_else_deleted_is_no_longer_listed(tmp_path: Path) -> None:
-    session, store = Session(cpu_backend()), disk_store(tmp_path)
+    session, store = Session(cpu_backend()), disk_store(cpu_backend(), tmp_path)
     saved(session, store, 'a')
     (tmp_path / 'a.capsule').unlink()
     before = session.image()
@@ -247,7 +237,7 @@ import resource, sys
 sys.path.insert(0, 'test/core')
 from test_capsule_disk_faults import *
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-session, store = Session(cpu_backend()), disk_store(Path(sys.argv[1]))
+session, store = Session(cpu_backend()), disk_store(cpu_backend(), Path(sys.argv[1]))
 session.fill(1)
 before = session.image()
 try:
@@ -271,7 +261,7 @@ def test_a_file_size_limit_ends_a_save_and_keeps_capsule_and_process(tmp_path: P
 
 
 def test_a_closed_store_refuses_the_disk_and_keeps_its_bookkeeping(tmp_path: Path) -> None:
-    session, store = Session(cpu_backend()), disk_store(tmp_path)
+    session, store = Session(cpu_backend()), disk_store(cpu_backend(), tmp_path)
     saved(session, store, 'a')
     store.close()
     store.snapshot(session.boundary, 'b', tier='host')
@@ -288,7 +278,7 @@ def test_a_closed_store_refuses_the_disk_and_keeps_its_bookkeeping(tmp_path: Pat
 
 def test_two_moves_to_disk_at_once_write_one_file(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    session, store = Session(cpu_backend()), disk_store(tmp_path)
+    session, store = Session(cpu_backend()), disk_store(cpu_backend(), tmp_path)
     store.snapshot(session.boundary, 'a', tier='host')
     tier = store._tiers.disk
     assert tier is not None
@@ -320,7 +310,7 @@ def test_two_moves_to_disk_at_once_write_one_file(
 
 def test_a_capsule_that_is_promoted_before_its_save_is_never_written_from_the_wrong_pages(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    session, store = Session(cpu_backend()), disk_store(tmp_path)
+    session, store = Session(cpu_backend()), disk_store(cpu_backend(), tmp_path)
     session.fill(1)
     store.snapshot(session.boundary, 'a')
     session.fill(2)
@@ -342,7 +332,7 @@ def test_a_capsule_that_is_promoted_before_its_save_is_never_written_from_the_wr
 
 
 def test_memory_of_a_capsule_moved_to_disk_goes_when_its_last_reader_ends(tmp_path: Path) -> None:
-    session, store = Session(cpu_backend()), disk_store(tmp_path)
+    session, store = Session(cpu_backend()), disk_store(cpu_backend(), tmp_path)
     store.snapshot(session.boundary, 'a', tier='host')
     with store._tiers.leased(store._ledger.find('', 'a')):
         assert store.move('a', 'disk').on_disk
@@ -358,7 +348,7 @@ def test_a_file_name_of_any_bytes_is_told_as_plain_text(tmp_path: Path) -> None:
     odd = os.fsencode(tmp_path) + b'/\xff\x1b[2J.capsule'
     with open(odd, 'wb') as file:
         file.write(b'nothing')
-    store = disk_store(tmp_path)
+    store = disk_store(cpu_backend(), tmp_path)
     (event,) = [event for event in store.events if event.kind == 'skipped']
     assert event.id.isascii() and event.id.isprintable() and event.reason.isprintable()
     store.close()
@@ -367,7 +357,7 @@ def test_a_file_name_of_any_bytes_is_told_as_plain_text(tmp_path: Path) -> None:
 def test_a_deletion_that_is_not_durable_leaves_no_file_listed(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is gone now, whatever a power cut brings back."""
-    session, store = Session(cpu_backend()), disk_store(tmp_path)
+    session, store = Session(cpu_backend()), disk_store(cpu_backend(), tmp_path)
     saved(session, store, 'a')
     monkeypatch.setattr(files.os, 'fsync', refusing(errno.EIO))
     store.drop('a')

@@ -8,8 +8,9 @@ from pathlib import Path
 import threading
 from typing import Any
 
-from _capsules import MIB
+from _capsules import disk_store
 from _capsules import PAGE
+from _capsules import saved
 from _capsules import Session
 from _capsules import small_store
 from _capsules import state_pages
@@ -25,16 +26,6 @@ from flashrt_core.errors import TierUnavailable
 from flashrt_core.runtime import cpu_backend
 
 HELD_S = 0.3  # how long a call may be held up by another before the test lets the other go on
-
-
-def disk_store(path: Path, **options: Any) -> CapsuleStore:
-    defaults: dict = dict(disk_bytes=64 * MIB, directory=path, allow_disk=True)
-    return small_store(cpu_backend(), **{**defaults, **options})
-
-
-def saved(session: Session, store: CapsuleStore, name: str) -> None:
-    store.snapshot(session.boundary, name, tier='disk')
-    store.saved(name).result(30)
 
 
 class Meanwhile:
@@ -86,14 +77,14 @@ def assert_pin_was_kept_or_refused(store: CapsuleStore, pin: Meanwhile, name: st
 
 def test_a_restore_does_not_push_its_own_file_out(tmp_path: Path) -> None:
     """The capsule that leaves host memory for it is spilled into a directory that is full."""
-    session, writer = Session(cpu_backend()), disk_store(tmp_path)
+    session, writer = Session(cpu_backend()), disk_store(cpu_backend(), tmp_path)
     for name in ('a', 'b'):
         session.fill(ord(name))
         saved(session, writer, name)
     writer.close()
     session.fill(ord('a'))
     before, size = session.image(), (tmp_path / 'a.capsule').stat().st_size
-    store = disk_store(tmp_path, gpu=0, host=state_pages(session) * PAGE,
+    store = disk_store(cpu_backend(), tmp_path, gpu=0, host=state_pages(session) * PAGE,
                        disk_bytes=2 * size + PAGE)
     session.fill(3)
     store.snapshot(session.boundary, 'c', tier='host')
@@ -105,7 +96,7 @@ def test_a_restore_does_not_push_its_own_file_out(tmp_path: Path) -> None:
 
 def test_a_pin_that_comes_while_files_leave_for_room_is_kept_or_refused(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    session, store = Session(cpu_backend()), disk_store(tmp_path)
+    session, store = Session(cpu_backend()), disk_store(cpu_backend(), tmp_path)
     for name in ('a', 'b'):
         saved(session, store, name)
     assert store._tiers.disk is not None
@@ -119,7 +110,7 @@ def test_a_pin_that_comes_while_files_leave_for_room_is_kept_or_refused(
 @pytest.mark.parametrize('tier', ['gpu', 'disk'])
 def test_a_pin_that_comes_while_its_capsule_is_dropped_is_kept_or_refused(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tier: str) -> None:
-    session, store = Session(cpu_backend()), disk_store(tmp_path)
+    session, store = Session(cpu_backend()), disk_store(cpu_backend(), tmp_path)
     saved(session, store, 'a')
     store.move('a', tier)
     pin = before_each_removal(monkeypatch, lambda: store.pin('a'))
@@ -147,7 +138,7 @@ def test_a_drop_that_comes_while_its_capsule_is_pinned_is_refused(
 
 def test_a_reader_that_finds_no_file_leaves_the_next_one_of_that_name_listed(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    session, store = Session(cpu_backend()), disk_store(tmp_path)
+    session, store = Session(cpu_backend()), disk_store(cpu_backend(), tmp_path)
     session.fill(1)
     saved(session, store, 'a')
     real, turns = files.opened, itertools.count()
@@ -174,7 +165,7 @@ def test_a_reader_that_finds_no_file_leaves_the_next_one_of_that_name_listed(
 
 def test_a_store_that_closes_refuses_a_save_and_keeps_its_accounts(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    session, store = Session(cpu_backend()), disk_store(tmp_path)
+    session, store = Session(cpu_backend()), disk_store(cpu_backend(), tmp_path)
     real, writing, go_on = files.save, threading.Event(), threading.Event()
 
     def save(*args: Any, **options: Any) -> Any:
@@ -207,7 +198,7 @@ def test_a_store_that_closes_refuses_a_save_and_keeps_its_accounts(
 
 def test_a_file_that_is_being_read_when_the_store_closes_is_read_to_its_end(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    session, store = Session(cpu_backend()), disk_store(tmp_path)
+    session, store = Session(cpu_backend()), disk_store(cpu_backend(), tmp_path)
     session.fill(1)
     before = session.image()
     saved(session, store, 'a')
@@ -228,7 +219,7 @@ def test_a_file_that_is_being_read_when_the_store_closes_is_read_to_its_end(
 @pytest.mark.parametrize('refused', [False, True])
 def test_a_capsule_to_disk_cannot_be_pinned_or_moved_before_its_file_is_accepted(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: bool) -> None:
-    session, store = Session(cpu_backend()), disk_store(tmp_path)
+    session, store = Session(cpu_backend()), disk_store(cpu_backend(), tmp_path)
     real = store._tiers.save
 
     def save(capsule: Any) -> Any:
@@ -253,7 +244,7 @@ def test_a_capsule_to_disk_cannot_be_pinned_or_moved_before_its_file_is_accepted
 def test_a_capsule_that_no_file_can_hold_stops_no_eviction(tmp_path: Path) -> None:
     wide = Session(cpu_backend(), name='wide',
                    identity=Identity({f'field{at}': 'x' * 4000 for at in range(300)}))
-    store = disk_store(tmp_path, gpu=0, host=state_pages(wide) * PAGE)
+    store = disk_store(cpu_backend(), tmp_path, gpu=0, host=state_pages(wide) * PAGE)
     store.snapshot(wide.boundary, 'w', tier='host')
     store.snapshot(Session(cpu_backend()).boundary, 'a', tier='host')
     assert [info.id for info in store.list()] == ['a']
@@ -263,7 +254,7 @@ def test_a_capsule_that_no_file_can_hold_stops_no_eviction(tmp_path: Path) -> No
 
 def test_a_sweep_waits_for_no_pipe(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / '.a.capsule.1-1.tmp')
-    other = Meanwhile(lambda: disk_store(tmp_path))
+    other = Meanwhile(lambda: disk_store(cpu_backend(), tmp_path))
     other.begin()
     try:
         other.end().value.close()
@@ -275,7 +266,7 @@ def test_a_temporary_of_another_process_with_this_number_is_left_alone(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two containers on one directory: both writers may be process 1."""
     monkeypatch.setattr(files, '_TEMPORARY', itertools.count())
-    session, store = Session(cpu_backend()), disk_store(tmp_path)
+    session, store = Session(cpu_backend()), disk_store(cpu_backend(), tmp_path)
     foreign = tmp_path / f'.a.capsule.{os.getpid()}-0.tmp'
     foreign.write_bytes(b'being written')
     saved(session, store, 'a')
@@ -285,7 +276,7 @@ def test_a_temporary_of_another_process_with_this_number_is_left_alone(
 
 def test_a_temporary_that_is_swept_before_it_is_locked_is_made_anew(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    session, store = Session(cpu_backend()), disk_store(tmp_path)
+    session, store = Session(cpu_backend()), disk_store(cpu_backend(), tmp_path)
     real, swept = files.fcntl.flock, []
 
     def flock(fd: int, how: int) -> None:

@@ -52,32 +52,30 @@ def test_rows_may_come_as_an_array() -> None:
     assert store.restore(session.boundary, 'a', rows=np.array([0, 2])).rows == (0, 2)
 
 
+def refuse_override(name: str, value: Any) -> tuple[Session, CapsuleStore]:
+    session, store = Session(cpu_backend()), small_store(cpu_backend())
+    session.fill(1)
+    store.snapshot(session.boundary, 'a')
+    session.fill(2)
+    before = session.image()
+    with pytest.raises(ConfigError, match=name):
+        store.restore(session.boundary, 'a', overrides={name: [value]})
+    assert session.boundary.poisoned is None and session.image() == before
+    return session, store
+
+
 @pytest.mark.parametrize('value', [
     'x', None, [1, 2], 1.5, float('nan'), 2**63, -2**63 - 1, np.float32(2), np.zeros(3, np.int64),
     torch.zeros((), dtype=torch.int32),
 ])
 def test_an_override_that_the_buffer_cannot_hold_is_refused_before_the_copy(value: Any) -> None:
-    session, store = Session(cpu_backend()), small_store(cpu_backend())
-    session.fill(1)
-    store.snapshot(session.boundary, 'a')
-    session.fill(2)
-    before = session.image()
-    with pytest.raises(ConfigError, match='seed'):
-        store.restore(session.boundary, 'a', overrides={'seed': [value]})
-    assert session.boundary.poisoned is None and session.image() == before
+    refuse_override('seed', value)
 
 
 @pytest.mark.parametrize('value', [1e300, -1e300, 3.5e38, 10**400, 1j, np.complex64(1)])
 def test_an_override_beyond_the_range_of_a_float_buffer_is_refused_before_the_copy(
         value: Any) -> None:
-    session, store = Session(cpu_backend()), small_store(cpu_backend())
-    session.fill(1)
-    store.snapshot(session.boundary, 'a')
-    session.fill(2)
-    before = session.image()
-    with pytest.raises(ConfigError, match='queue'):
-        store.restore(session.boundary, 'a', overrides={'queue': [value]})
-    assert session.boundary.poisoned is None and session.image() == before
+    session, store = refuse_override('queue', value)
     for fine in (float('inf'), float('nan'), np.float64(2.5), 7):
         store.restore(session.boundary, 'a', overrides={'queue': [fine]})
 

@@ -112,7 +112,7 @@ def test_some_channels_of_a_weight_are_a_view_of_it() -> None:
 
 
 def test_what_cannot_be_quantised_is_refused() -> None:
-    with pytest.raises(ConfigError, match='100 columns has no whole blocks of 16'):
+    with pytest.raises(ConfigError, match='100 columns has no whole groups of 16'):
         nvfp4.quantise(normal(4, 100))
     for bad in (float('nan'), float('inf')):
         weight = normal(4, 128)
