@@ -67,8 +67,9 @@ def card(name: str, folder: Path, scores: Mapping[str, Any]) -> str:
         lines += [f'Nor one kind of part after another: {chains}.']
     lines += ['', '## Training']
     for number, stage in enumerate(_stages(record), start=1):
-        how = HOW[name].format('FOLDER' if number == 1 else f'FOLDER{number}')
-        how += ''.join(f' --{key} {value}' for key, value in _options(stage, number))
+        how = HOW[name].format(f'FOLDER{number}')
+        how += f' --begin FOLDER{number - 1}' if 'begin' in stage else ''
+        how += ''.join(f' --{k} {v}' for k, v in stage.get('lessons', {}).items() if v)
         lines += ['', f'`{how}`', '', '| | |', '|---|---|',
                   *(f'| {key} | {_shown(value)} |' for key, value in _facts(stage))]
     lines += ['', _size_of(folder / f'{name}.safetensors'), '', '## Score', '']
@@ -94,17 +95,9 @@ def training_folder(folder: Path) -> Path:
 
 
 def _stages(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the records of the trainings that each began with the one before."""
-    before = record.get('start')
+    """Return the records of the trainings that each went on from the one before."""
+    before = record.get('begin')
     return [*(_stages(before) if before else []), record]
-
-
-def _options(stage: Mapping[str, Any], number: int) -> list[tuple[str, Any]]:
-    """Return what a training was told beside its recipe."""
-    found: list[tuple[str, Any]] = []
-    if 'start' in stage:
-        found.append(('start', 'FOLDER' if number == 2 else f'FOLDER{number - 1}'))
-    return found + [(key, share) for key, share in stage.get('lessons', {}).items() if share]
 
 
 def _facts(record: Mapping[str, Any]) -> list[tuple[str, Any]]:

@@ -11,7 +11,6 @@ import argparse
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
-import hashlib
 import json
 from pathlib import Path
 import shutil
@@ -51,12 +50,14 @@ from flashrt_core.tabletop.planner_data import LENGTH
 from flashrt_core.tabletop.planner_data import Lessons
 from flashrt_core.tabletop.planner_data import train_tokenizer
 from flashrt_core.tabletop.planner_data import VOCAB
+from flashrt_core.tabletop.training import digest_of
 from flashrt_core.tabletop.training import hold_folder
 from flashrt_core.tabletop.training import load_record
 from flashrt_core.tabletop.training import Recipe
 from flashrt_core.tabletop.training import replace
 from flashrt_core.tabletop.training import save_model
 from flashrt_core.tabletop.training import Score
+from flashrt_core.tabletop.training import take_weights
 from flashrt_core.tabletop.training import Training
 
 SIZES = dict(
@@ -88,25 +89,24 @@ def loss_of(c: Qwen35Config, w: Mapping[str, Tensor], tokens: Tensor,
 
 
 def train(folder: Path, recipe: Recipe, device: torch.device, minutes: float,
-          within: float = 0.0, lessons: Lessons = AS_DRAWN, start: Path | None = None) -> int:
+          within: float = 0.0, lessons: Lessons = AS_DRAWN, begin: Path | None = None) -> int:
     """Train until ``recipe.steps`` or ``minutes`` are over; return the steps done in all.
 
     :param within: minutes for the whole training, whatever steps that makes; 0 goes by the steps.
-    :param lessons: what is shown. :param start: folder of the model that it begins with, whose
-        tokenizer it keeps; None begins with random weights.
-    :raises ConfigError: the folder holds a training of another recipe; ``start`` is no such model.
+    :param lessons: what is shown. :param begin: folder of a model to go on from, whose tokenizer
+        it keeps; None begins with random weights.
+    :raises ConfigError: the folder holds a training of another recipe; ``begin`` is no such model.
     """
     c = sizes()
     record: dict[str, object] = {'sizes': SIZES, 'lessons': vars(lessons)}
-    if start is None:
+    if begin is None:
         w = {n: random_tensor(c, n, s).to(device) for n, s in tensor_specs(c).items()}
     else:
-        w = {n: tensor.to(device) for n, tensor in load_model(start, c).items()}
-        stored = hashlib.sha256((start / WEIGHTS).read_bytes()).hexdigest()
-        record['start'] = {'sha256': stored, **load_record(start)}
+        w = {n: tensor.to(device) for n, tensor in weights_of(begin, c).items()}
+        record['begin'] = {'sha256': digest_of(begin / WEIGHTS), **load_record(begin)}
     folder.mkdir(parents=True, exist_ok=True)
-    if start is not None:
-        replace(folder / TOKENIZER, lambda path: shutil.copyfile(start / TOKENIZER, path))
+    if begin is not None:
+        replace(folder / TOKENIZER, lambda path: shutil.copyfile(begin / TOKENIZER, path))
     elif not (folder / TOKENIZER).exists():
         train_tokenizer(folder / TOKENIZER, recipe.seed, lessons)
     training = Training(folder, recipe, w, record)
@@ -137,7 +137,7 @@ def train(folder: Path, recipe: Recipe, device: torch.device, minutes: float,
     return done
 
 
-def load_model(folder: Path, c: Qwen35Config) -> dict[str, Tensor]:
+def weights_of(folder: Path, c: Qwen35Config) -> dict[str, Tensor]:
     """Return the float32 weights of a trained planner's folder by name, on the CPU.
 
     :raises ConfigError: it is none, or one of other sizes.
@@ -147,10 +147,7 @@ def load_model(folder: Path, c: Qwen35Config) -> dict[str, Tensor]:
         raise ConfigError(f'{folder} holds a planner of other sizes; give one that '
                           'train_planner made')
     session = make_planner('qwen3_5').bind(pick_backend('cpu'), (found, settings))
-    try:
-        return {name: session.buffers[name].tensor.clone() for name in tensor_specs(c)}
-    finally:
-        session.close()
+    return take_weights(session, tensor_specs(c))
 
 
 def save(folder: Path, c: Qwen35Config, w: Mapping[str, Tensor], step: int) -> None:
@@ -203,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument('--json', type=Path, help='file for the scores')
     parser.add_argument('--within', type=number(0), default=0.0,
                         help='minutes for the whole training instead of --steps')
-    parser.add_argument('--start', type=Path, help='folder of a model to begin with')
+    parser.add_argument('--begin', type=Path, help='folder of a trained model to go on from')
     for name, help in (('renamed', 'share of lessons with colours called other words'),
                        ('lists', 'share that begins with a part of several goals'),
                        ('deep', 'share of these that go on with another one')):
@@ -222,7 +219,7 @@ def _command(o: argparse.Namespace) -> int:
         check_output(o.json, 'scores')
     if o.command != 'evaluate':
         with hold_folder(o.out):
-            done = train(o.out, recipe, device, o.minutes, o.within, lessons, o.start)
+            done = train(o.out, recipe, device, o.minutes, o.within, lessons, o.begin)
         print(f'{done} steps done; {o.out / WEIGHTS} written')
     if o.command == 'train':
         return 0

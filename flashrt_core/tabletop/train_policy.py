@@ -14,7 +14,6 @@ from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import replace as changed
-import hashlib
 import os
 from pathlib import Path
 import sys
@@ -49,12 +48,14 @@ from flashrt_core.tabletop.policy_learner import Step
 from flashrt_core.tabletop.producer import OWN_SEEDS
 from flashrt_core.tabletop.producer import Piece
 from flashrt_core.tabletop.producer import Producer
+from flashrt_core.tabletop.training import digest_of
 from flashrt_core.tabletop.training import hold_folder
 from flashrt_core.tabletop.training import load_weights
 from flashrt_core.tabletop.training import Recipe
 from flashrt_core.tabletop.training import RECORD
 from flashrt_core.tabletop.training import replace
 from flashrt_core.tabletop.training import save_model
+from flashrt_core.tabletop.training import take_weights
 from flashrt_core.tabletop.training import Training
 
 WEIGHTS, CONFIG, EXPERT, OWN = (
@@ -141,10 +142,7 @@ def first_weights(c: Pi0Config, recipe: Recipe, device: torch.device,
 def weights_of(folder: Path) -> dict[str, Tensor]:
     """Return the weights of a trained model, as stored in bf16, on the CPU."""
     session = make_policy('pi0').bind(pick_backend('cpu'), str(folder / CONFIG))
-    try:
-        return {n: session.buffers[n].tensor.clone() for n in weight_specs(session.config)}
-    finally:
-        session.close()
+    return take_weights(session, weight_specs(session.config))
 
 
 def write_model(folder: Path, c: Pi0Config, weights: Mapping[str, Tensor], steps: int) -> None:
@@ -242,11 +240,6 @@ def _config_text(c: Pi0Config) -> str:
                'weights': WEIGHTS}
     return ('# The small policy of the tabletop. The last action is the probability that the '
             'subgoal is done.\n' + yaml.safe_dump(record, sort_keys=False))
-
-
-def digest_of(path: Path) -> str:
-    """Return the first 16 digits of a file's SHA-256."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
 def _capacity(c: Pi0Config, device: torch.device, episodes: int) -> int:

@@ -1,11 +1,13 @@
 """What both trainings share: AdamW with warm-up and a cosine, an average, resuming, scores."""
 
 from collections.abc import Callable
+from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
 import contextlib
 from dataclasses import dataclass
 import fcntl
+import hashlib
 import json
 import math
 import os
@@ -261,6 +263,19 @@ class Training:
 def device_name(device: torch.device) -> str:
     """Return what the device calls itself."""
     return torch.cuda.get_device_name(device) if device.type == 'cuda' else 'CPU'
+
+
+def take_weights(session: Any, names: Iterable[str]) -> dict[str, Tensor]:
+    """Return copies of a bound session's weights by name, and close it."""
+    try:
+        return {name: session.buffers[name].tensor.clone() for name in names}
+    finally:
+        session.close()
+
+
+def digest_of(path: Path) -> str:
+    """Return the first 16 digits of a file's SHA-256."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
 def load_weights(folder: Path) -> dict[str, Tensor]:

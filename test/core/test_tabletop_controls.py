@@ -16,6 +16,7 @@ from flashrt_core.tabletop import train_planner
 from flashrt_core.tabletop import train_policy
 from flashrt_core.tabletop.driver import Driver
 from flashrt_core.tabletop.model_cards import main as cards
+from flashrt_core.tabletop.planner_data import Lessons
 from flashrt_core.tabletop.training import Recipe
 
 
@@ -55,6 +56,15 @@ def test_each_control_runs_on_the_same_tables(
     assert plain['accepted'] == '-' != drafted['accepted']
 
 
+def train_planner_on(models: Path, folder: Path) -> None:
+    """Go on from the planner of the fixture for one step, with its sizes."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(train_planner.SIZES, 'layers', 3)
+        patched.setitem(train_planner.SIZES, 'width', 32)
+        train_planner.train(folder, Recipe(steps=1, batch=2), CPU, 10,
+                            lessons=Lessons(renamed=0.5), begin=models / 'planner')
+
+
 def test_a_model_is_taken_over_with_a_card_of_its_record(
         models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     scores = tmp_path / 'scores.json'
@@ -67,6 +77,12 @@ def test_a_model_is_taken_over_with_a_card_of_its_record(
     assert '| device | CPU |' in text and '| seed | 1 |' in text
     assert 'plans, seen' in (tmp_path / 'out/planner.md').read_text()
     assert Driver(tmp_path / 'out/policy/policy.yaml').close() is None
+    train_planner_on(models, tmp_path / 'more')
+    assert cards(['--planner', str(tmp_path / 'more'), *arguments[4:]]) == 0
+    text = (tmp_path / 'out/planner.md').read_text()
+    for part in ('train --out FOLDER1`', 'train --out FOLDER2 --begin FOLDER1 --renamed 0.5`'):
+        assert part in text
+    assert text.count('| steps | 1 |') == 2
     scores.write_text('{}')
     assert cards(arguments) == 2 and 'no scores for policy' in capsys.readouterr().err
 

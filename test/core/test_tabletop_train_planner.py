@@ -172,12 +172,12 @@ def test_a_share_that_is_none_is_refused(shares: dict[str, float]) -> None:
         Lessons(**shares)
 
 
-def test_a_training_begins_with_a_model_and_names_it(
+def test_a_training_goes_on_from_a_model_and_names_it(
         tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(tmp_path / 'first', Recipe(steps=2, batch=2), CPU, 10)
 
-    def command(start: Path, *options: str) -> int:
-        return main(['train', '--out', str(tmp_path / 'second'), '--start', str(start), '--device',
+    def command(begin: Path, *options: str) -> int:
+        return main(['train', '--out', str(tmp_path / 'second'), '--begin', str(begin), '--device',
                      'cpu', '--steps', '1', '--batch', '2', '--rate', '1e-9', '--renamed', '0.5',
                      *options])
 
@@ -186,8 +186,8 @@ def test_a_training_begins_with_a_model_and_names_it(
     assert all(torch.allclose(one[key], two[key], atol=1e-6) for key in one)
     first, second = (training.load_record(tmp_path / f) for f in ('first', 'second'))
     assert second['lessons'] == {'renamed': 0.5, 'lists': 0.0, 'deep': 0.0}
-    digest = second['start'].pop('sha256')
-    assert second['start'] == first and len(digest) == 64
+    digest = second['begin'].pop('sha256')
+    assert second['begin'] == first and len(digest) == 16
     assert (tmp_path / 'second/tokenizer.json').read_bytes() == (
         tmp_path / 'first/tokenizer.json').read_bytes()
     capsys.readouterr()
