@@ -1,10 +1,10 @@
 """Admission of a planner's segments beside an executor's ticks on one device.
 
 A segment (a decode step, a prefill chunk) starts only if its measured p99 ends before the next
-tick is due, and never while a tick runs or an interrupt waits for its own. One that fits between
-no two ticks starts right after a tick has ended and is counted: a smaller prefill key would spare
-that delay. That is decided as the tick ends: beside ticks without a pause the planner's thread
-wakes when the next one runs already, and would wait for ever.
+tick is due, and not while a tick runs or an interrupt waits for its own. One that fits between no
+two ticks is let in as a tick ends and is counted: a smaller prefill key would spare that delay. It
+starts then even if its thread wakes so late that the next tick runs already: beside ticks without
+a pause it would wait for ever.
 """
 
 from collections.abc import Callable

@@ -22,6 +22,12 @@ def names() -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run and report; return the exit status: 0 done, 1 refused with a reason, 2 usage."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    arguments = parse(argv)
+    return run(arguments.name, lambda: _measure(arguments, argv), refused=1)
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Return the arguments of a bench, its name among them."""
     parser = argparse.ArgumentParser(prog='python -m flashrt_core.bench', description=__doc__)
     commands = parser.add_subparsers(dest='name', required=True, metavar='NAME')
     # Only the named bench is imported: another one's missing package must not stop it.
@@ -32,8 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                              help='directory of the JSON file (default: %(default)s)')
         if name == chosen:
             importlib.import_module(f'flashrt_core.bench.{name}').add_arguments(command)
-    arguments = parser.parse_args(argv)
-    return run(arguments.name, lambda: _measure(arguments, argv), refused=1)
+    return parser.parse_args(argv)
 
 
 def _measure(arguments: argparse.Namespace, argv: Sequence[str]) -> int:

@@ -2,6 +2,10 @@
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
+import re
+import subprocess
 
 import pytest
 
@@ -9,6 +13,7 @@ from flashrt_core.bench import percentiles
 from flashrt_core.bench import Report
 from flashrt_core.bench.__main__ import main
 from flashrt_core.bench.__main__ import names
+from flashrt_core.bench.__main__ import parse
 
 
 def test_percentiles_are_samples_not_interpolated():
@@ -65,3 +70,26 @@ def test_a_refusal_is_one_line_not_a_traceback(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(runtime, 'run', refuse)
     assert main(['runtime', '--out', str(tmp_path)]) == 1
     assert 'no device here [config_invalid]' in capsys.readouterr().err
+
+
+def test_the_script_of_all_measurements_gives_commands_that_the_benches_and_pytest_take(tmp_path):
+    told, python = tmp_path / 'told', tmp_path / 'python'
+    python.write_text(f'#!/bin/sh\necho "$@" >> {told}\n')
+    python.chmod(0o755)
+    root = Path(__file__).resolve().parents[2]
+    script = root / 'scripts/measure_on_gpu.sh'
+    stages = re.findall(r'^    (\w+)\)', script.read_text(), re.MULTILINE)
+    assert len(stages) > 8 and all(f'#   {stage} ' in script.read_text() for stage in stages)
+    arguments = [word for stage in stages for word in (stage, str(tmp_path / 'out'))]
+    subprocess.run(['sh', script, *arguments], check=True, env=os.environ | {'PYTHON': python})
+    commands = [line.split() for line in told.read_text().splitlines()]
+    for _, module, *words in commands:
+        if module == 'flashrt_core.bench':
+            assert parse(words).name == words[0]
+        else:
+            assert all((root / word).exists() for word in words if word.startswith('test/'))
+    assert {words[2] for words in commands if 'flashrt_core.bench' in words} == {
+        'capsule', 'tick', 'reset', 'vla', 'llm', 'bringup'}
+    wrong = subprocess.run(['sh', script, 'nonsense', tmp_path], capture_output=True, text=True,
+                           check=False)
+    assert wrong.returncode == 2 and 'unknown stage nonsense' in wrong.stderr
