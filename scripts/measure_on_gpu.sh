@@ -1,7 +1,7 @@
 #!/bin/sh
 # Checks and measures on one GPU what the README shows, into JSON files below OUT:
 #   scripts/measure_on_gpu.sh STAGE OUT [STAGE OUT ...]
-# Stages, in an order that fails early; those of the planner end after nine minutes:
+# Stages, in an order that fails early; those of the planner begin nothing after nine minutes:
 #   tests       the GPU tests of the core, and 1,000 restores of each policy at their full count
 #   ros_tests   those that start nodes
 #   capsule     capsule verbs beside their copy floors
