@@ -450,22 +450,23 @@ class Conductor:
         """Have the executor step on the observation of ``stamp_ns``; return the reply."""
         return self.executor_on('step', stamp_ns).reply
 
-    def executor_on(self, verb: str, stamp_ns: int, attempts: int = 3, **fields: object) -> Answer:
+    def executor_on(self, verb: str, stamp_ns: int, patience_s: float = 20.0,
+                    **fields: object) -> Answer:
         """Call a verb of the executor on an observation not older than ``stamp_ns``.
 
         The robot shows its observation again when the executor has missed it, as happens before
         the two have discovered each other.
 
-        :raises Refused: for another reason, or after ``attempts``.
+        :raises Refused: for another reason, or still after ``patience_s``.
         """
-        for attempt in range(attempts):
+        given_up = time.monotonic() + patience_s
+        while True:
             try:
                 return self.executor(verb, observed_after=to_stamp(stamp_ns), **fields)
             except Refused as error:
-                if error.code != 'observation_missing' or attempt == attempts - 1:
+                if error.code != 'observation_missing' or time.monotonic() > given_up:
                     raise
                 self.robot('step', steps=0)
-        raise AssertionError('unreachable')
 
     def publish(self, positions: Sequence[float], names: Sequence[str], stamp_ns: int) -> None:
         """Command one point at once, through the topic that the executor uses too."""

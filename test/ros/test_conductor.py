@@ -1,4 +1,4 @@
-"""The conductor: what it refuses before a request leaves."""
+"""The conductor: what it refuses before a request leaves, and what it asks again."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -7,6 +7,7 @@ import pytest
 
 from flashrt_core.errors import ParameterInvalid
 from flashrt_ros.conductor import Conductor
+from flashrt_ros.conductor import Refused
 from flashrt_ros.srv import Reset
 
 pytestmark = pytest.mark.ros
@@ -30,3 +31,27 @@ def test_a_field_that_the_request_does_not_have_is_refused_with_those_it_has(
 def test_a_service_that_is_none_is_refused_with_those_there_are(conductor: Any) -> None:
     with pytest.raises(ParameterInvalid, match="'executor/rest'; there are executor/reset"):
         conductor.executor('rest')
+
+
+def test_an_observation_that_was_missed_is_shown_again_until_the_executor_has_it(
+        conductor: Any) -> None:
+    missed, shown = 6, []
+
+    def step(verb: str, **fields: Any) -> str:
+        if len(shown) < missed:
+            raise Refused(verb, 'observation_missing', 'joint_states sent nothing')
+        return 'answer'
+
+    conductor.executor = step
+    conductor.robot = lambda verb, **fields: shown.append((verb, fields))
+    assert conductor.executor_on('step', 5) == 'answer'
+    assert shown == [('step', {'steps': 0})] * missed
+
+
+def test_an_observation_that_never_comes_ends_in_the_refusal(conductor: Any) -> None:
+    def step(verb: str, **fields: Any) -> None:
+        raise Refused(verb, 'observation_missing', 'joint_states sent nothing')
+
+    conductor.executor, conductor.robot = step, lambda verb, **fields: None
+    with pytest.raises(Refused, match='joint_states sent nothing'):
+        conductor.executor_on('step', 5, patience_s=0.05)
