@@ -29,13 +29,13 @@ from flashrt_core.runtime import pick_backend
 # In this order; what the limit cuts off is at the end.
 TABLES: dict[str, Callable[[Bench], None]] = {
     'ttft': _llm_reuse.ttft,
-    'sizes': _llm_reuse.sizes,
-    'cost': _llm_reuse.cost,
     'decode': _llm_decode.decode,
     'fork': _llm_decode.fork,
+    'cost': _llm_reuse.cost,
     'working_set': _llm_reuse.working_set,
-    'ablation': _llm_reuse.ablation,
     'memory': _llm_decode.memory,
+    'sizes': _llm_reuse.sizes,
+    'ablation': _llm_reuse.ablation,
     'disk': _llm_reuse.disk,
 }
 WITHOUT_MTP = 'mtp_tail'  # binds a second time

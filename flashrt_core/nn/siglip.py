@@ -47,7 +47,7 @@ class SiglipLayer(NamedTuple):
     norm1_bias: Tensor
     qkv_weight: Weight  # [3 * width, width]
     qkv_bias: Tensor
-    out_weight: Weight  # [width, width]
+    out_weight: Tensor  # [width, width], never quantised
     out_bias: Tensor
     norm2_weight: Tensor
     norm2_bias: Tensor

@@ -103,12 +103,12 @@ def test_visions_and_the_prefix_weights_are_kept_once_in_half_the_bytes_the_rest
     assert 0.45 * matrices < plain - packed < 0.5 * matrices
     with bound(cpu_backend(), small) as session:
         names = products(session.config)
-        assert len(names) == 4 * 2 + 4 * 1 + 1
+        assert len(names) == 3 * 2 + 4 * 1 + 1
         held = {b.name: b.tensor.dtype for b in session.buffers}
         assert {name for name, dtype in held.items() if dtype == fp8.E4M3} == set(names)
         rest = [*(n for n in held if n.startswith('expert.layers.') and 'norm' not in n),
-                'projector.weight']
-        assert len(rest) == 4 * 2 + 1 and all(held[name] == torch.bfloat16 for name in rest)
+                *(f'vision.layers.{i}.out.weight' for i in range(2)), 'projector.weight']
+        assert len(rest) == 4 * 2 + 2 + 1 and all(held[name] == torch.bfloat16 for name in rest)
         assert session.buffers['prefix_kv'].tensor.dtype == torch.bfloat16
 
 

@@ -3,7 +3,7 @@
 Few rows make the expert bound by its weights' bytes and by the number of dependent kernels: its
 layers take eight small kernels, each launched while the one before still runs.
 Vision and prefix are bound by arithmetic: cuBLAS, and one row-wise kernel between two products;
-they alone are in FP8 where the config says so.
+of the layers' weights only theirs are in FP8 where the config says so.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def encode_views(images: Tensor, w: Mapping[str, Tensor], c: Pi0Config) -> Tenso
     cut = images.new_empty((V, T, d.patch_dim), dtype=c.torch_dtype)
     rows.patches(images, d.patch_size, cut)
     x = F.linear(cut, w['vision.patch.weight'], w['vision.patch.bias']) + w['vision.position']
-    y, attended = x.new_empty((2, V, T, d.width), dtype=input_type(c))
+    y, attended = torch.empty_like(x, dtype=input_type(c)), torch.empty_like(x)
     ones = ones_of(c, V * T, x.device)
     heads = attended.view(V, T, d.heads, -1)
     z: Tensor | None = None
@@ -82,8 +82,8 @@ def encode_views(images: Tensor, w: Mapping[str, Tensor], c: Pi0Config) -> Tenso
                        scale_of(layer.qkv_weight))
         qkv = product(y, layer.qkv_weight, layer.qkv_bias, ones).view(V, T, 3, d.heads, -1)
         q, k, v = qkv.unbind(2)
-        attention.attention(q, k, v, None, heads, scale_of(layer.out_weight))
-        z = product(attended, layer.out_weight, layer.out_bias, ones)
+        attention.attention(q, k, v, None, heads)
+        z = F.linear(attended, layer.out_weight, layer.out_bias)
         rows.norm_rows(x, z, layer.norm2_weight, layer.norm2_bias, y, d.eps,
                        scale_of(layer.fc1_weight))
         hidden = product_gelu(y.view(V * T, -1), layer, ones)
