@@ -137,9 +137,9 @@ def run(arguments: argparse.Namespace) -> Report:
     ]
     if 'fp8' in arguments.precision:
         report.notes.append(
-            'fp8: scales from random textured frames, none of them measured; floor and mfu of '
-            f'vision and prefix as if all were products in FP8, {rate8 / 1e12:.3g} TFLOP/s; the '
-            'expert is in bf16.')
+            'fp8: scales from random textured frames, none of them measured; floor and mfu of the '
+            f'prefix as if all were products in FP8, {rate8 / 1e12:.3g} TFLOP/s; vision and the '
+            'expert are in bf16.')
     return report
 
 
@@ -215,7 +215,7 @@ def device_seconds(action: Callable[[], object], device: torch.device, runs: int
 
 def _measure(session: Pi0Session, ceilings: Ceilings, large: float, repeats: int, report: Report,
              known: dict[str, Actions]) -> dict[str, Any]:
-    """Measure ticks; ``large``: FLOP/s of vision's and the prefix' products, maybe in FP8."""
+    """Measure ticks; ``large``: FLOP/s of the prefix' products, maybe in FP8."""
     c = session.config
     inputs = _inputs(c, repeats + WARM_UP)
     wall_ms, segments, kept = [], [], []
@@ -231,7 +231,7 @@ def _measure(session: Pi0Session, ceilings: Ceilings, large: float, repeats: int
     ms = {name: float(np.median([s[name] for s in segments])) / 1e3 for name in segments[0]}
     work = count(c)
     expert_s = max(work.expert_bytes / ceilings.bytes, work.denoise / ceilings.flops)
-    floor_ms = ((work.vision + work.prefix) / large + expert_s) * 1e3
+    floor_ms = (work.vision / ceilings.flops + work.prefix / large + expert_s) * 1e3
     checked, found_actions = [pair[0] for pair in kept], [pair[1] for pair in kept]
     if not c.quantised:
         known['float32'] = eager_actions(session, checked, exact=True)
@@ -245,7 +245,7 @@ def _measure(session: Pi0Session, ceilings: Ceilings, large: float, repeats: int
         'views': len(c.views), 'precision': precision, 'tick_p50_ms': found['p50'],
         'tick_p99_ms': found['p99'], 'floor_ms': floor_ms,
         **{f'{name}_ms': value for name, value in ms.items()},
-        'vision_mfu': work.vision / large / ms['vision'] * 1e3,
+        'vision_mfu': work.vision / ceilings.flops / ms['vision'] * 1e3,
         'prefix_mfu': work.prefix / large / ms['prefix'] * 1e3,
         'expert_tb_s': work.expert_bytes / ms['denoise'] / 1e9,
         'forward': forward.__name__.rsplit('.', 1)[-1], **compared(found_actions, known),

@@ -285,7 +285,6 @@ def _variants() -> tuple[Variant, ...]:
     prefix = {'G': 8, 'D': 256, 'BD': 256, 'BM': 64, 'BN': 64, 'MASKED': True}
     add(attend_all, whole, 4, 3, (87, 90, 110), **views, out_scale=None)
     add(attend_all, whole, 4, 2, (87, 90, 110), **prefix, out_scale=None)
-    add(attend_all, whole | quantised, 4, 3, (90, 110), **views)
     add(attend_all, whole | quantised, 4, 2, (90, 110), **prefix)
     boards: tuple[tuple[bool, tuple[int, ...]], ...] = ((False, (87,)), (True, (90, 110)))
     for pdl, archs in boards:

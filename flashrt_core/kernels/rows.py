@@ -99,16 +99,6 @@ def gelu_gate(gate_up, out, scale,  # type: ignore[no-untyped-def]
 
 
 @lazy_jit
-def gelu_scale(x, out, scale, total, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Write out [total] = gelu_tanh(x) over scale [] as E4M3; grid (blocks,)."""
-    n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(x + n, mask=n < total, other=0.0).to(tl.float32)
-    u = 0.7978845608028654 * (value + 0.044715 * value * value * value)
-    value = tl.clamp(value / (1.0 + tl.exp(-2.0 * u)) / tl.load(scale), -448.0, 448.0)
-    tl.store(out + n, value.to(out.dtype.element_ty), mask=n < total)
-
-
-@lazy_jit
 def cut_patches(images, out, GRID: tl.constexpr, PATCH: tl.constexpr,  # type: ignore[no-untyped-def]
                 BLOCK: tl.constexpr):
     """Cut uint8 images [V, H, H, 3] -> out [V, GRID * GRID, PATCH * PATCH * 3] in [-1, 1]."""
@@ -148,11 +138,6 @@ def gate_rows(gate_up: Tensor, out: Tensor, scale: Tensor | None = None) -> None
     rows, N = out.shape
     block = 2048 if N % 2048 == 0 else N & -N
     gelu_gate[(N // block, rows)](gate_up, out, scale, N=N, BLOCK=block, num_warps=4)
-
-
-def gelu_rows(x: Tensor, out: Tensor, scale: Tensor) -> None:
-    """Launch ``gelu_scale``: x of any shape -> out of the same, E4M3 over scale float32 []."""
-    gelu_scale[(-(-x.numel() // 2048),)](x, out, scale, x.numel(), BLOCK=2048, num_warps=4)
 
 
 def patches(images: Tensor, patch: int, out: Tensor) -> None:
@@ -216,14 +201,10 @@ def _variants() -> tuple[Variant, ...]:
                 {'scale': None, 'N': 1152, 'BLOCK': 2048, 'ADD': True, 'LAYER': True}),
         Variant(add_norm, norm,
                 {'scale': None, 'N': 2048, 'BLOCK': 2048, 'ADD': True, 'LAYER': False}),
-        Variant(add_norm, quantised, {'N': 1152, 'BLOCK': 2048, 'ADD': True, 'LAYER': True},
-                archs=FP8_ARCHS),
         Variant(add_norm, quantised, {'N': 2048, 'BLOCK': 2048, 'ADD': True, 'LAYER': False},
                 archs=FP8_ARCHS),
         Variant(gelu_gate, gate | {'out': '*fp8e4nv', 'scale': '*fp32'},
                 {'N': 16384, 'BLOCK': 2048}, archs=FP8_ARCHS),
-        Variant(gelu_scale, {'x': '*bf16', 'out': '*fp8e4nv', 'scale': '*fp32', 'total': 'i32',
-                             'BLOCK': 'constexpr'}, {'BLOCK': 2048}, archs=FP8_ARCHS),
         Variant(rope_kv,
                 {'qkv': '*bf16', 'cos': '*fp32', 'sin': '*fp32', 'q': '*bf16', 'kv': '*bf16'}
                 | dict.fromkeys('HEADS KV_HEADS D BLOCK'.split(), 'constexpr'),

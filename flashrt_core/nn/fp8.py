@@ -162,16 +162,14 @@ def scale_of(weight: Weight) -> Tensor | None:
     return weight.input_scale if isinstance(weight, Fp8Weight) else None
 
 
-def product(
-    x: Tensor, weight: Weight, bias: Tensor | None = None, ones: Tensor | None = None
-) -> Tensor:
+def product(x: Tensor, weight: Weight, ones: Tensor | None = None) -> Tensor:
     """As ``linear`` for an x whose writer has quantised it already, without a further kernel.
 
     :param x: E4M3 where the weight is quantised, then the result is bfloat16.
     :param ones: float32 [rows, 1], needed where the weight is quantised.
     """
     if not isinstance(weight, Fp8Weight):
-        return linear(x, weight, bias)
+        return linear(x, weight)
     assert ones is not None
     rows = x.reshape(-1, x.shape[-1])
     y = torch._scaled_mm(
@@ -179,7 +177,6 @@ def product(
         weight.data.t(),
         scale_a=ones[: len(rows)],
         scale_b=weight.product_scale[None],
-        bias=bias,
         out_dtype=torch.bfloat16,
     )
     return y.view(*x.shape[:-1], -1)

@@ -10,8 +10,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flashrt_core.nn.attention import attend
-from flashrt_core.nn.fp8 import linear
-from flashrt_core.nn.fp8 import Weight
 from flashrt_core.nn.norms import layer_norm
 
 
@@ -45,15 +43,15 @@ class SiglipLayer(NamedTuple):
 
     norm1_weight: Tensor  # [width]
     norm1_bias: Tensor
-    qkv_weight: Weight  # [3 * width, width]
+    qkv_weight: Tensor  # [3 * width, width]
     qkv_bias: Tensor
-    out_weight: Tensor  # [width, width], never quantised
+    out_weight: Tensor  # [width, width]
     out_bias: Tensor
     norm2_weight: Tensor
     norm2_bias: Tensor
-    fc1_weight: Weight  # [mlp, width]
+    fc1_weight: Tensor  # [mlp, width]
     fc1_bias: Tensor
-    fc2_weight: Weight  # [width, mlp]
+    fc2_weight: Tensor  # [width, mlp]
     fc2_bias: Tensor
 
 
@@ -89,9 +87,9 @@ def encoder_layer(x: Tensor, w: SiglipLayer, dims: SiglipDims) -> Tensor:
     """One pre-norm encoder layer over x [V, tokens, width], every token attending every other."""
     V, T, _ = x.shape
     y = layer_norm(x, w.norm1_weight, w.norm1_bias, dims.eps)
-    qkv = linear(y, w.qkv_weight, w.qkv_bias).view(V, T, 3, dims.heads, -1)
+    qkv = F.linear(y, w.qkv_weight, w.qkv_bias).view(V, T, 3, dims.heads, -1)
     q, k, v = qkv.unbind(2)  # each [V, T, heads, head_dim]
-    x = x + linear(attend(q, k, v), w.out_weight, w.out_bias)
+    x = x + F.linear(attend(q, k, v), w.out_weight, w.out_bias)
     y = layer_norm(x, w.norm2_weight, w.norm2_bias, dims.eps)
-    y = F.gelu(linear(y, w.fc1_weight, w.fc1_bias), approximate='tanh')
-    return x + linear(y, w.fc2_weight, w.fc2_bias)
+    y = F.gelu(F.linear(y, w.fc1_weight, w.fc1_bias), approximate='tanh')
+    return x + F.linear(y, w.fc2_weight, w.fc2_bias)

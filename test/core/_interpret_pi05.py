@@ -75,7 +75,7 @@ def check_denoise() -> None:
 
 
 def check_fp8() -> None:
-    """With vision and prefix in FP8 the expert is as without."""
+    """With the prefix in FP8 the expert is as without."""
     plain, c = weights(), replace(CONFIG, precision='fp8', scales='none')
     mask = torch.ones(c.prefix_tokens, dtype=torch.bool)
     mask[-5:] = False

@@ -107,9 +107,9 @@ def check_forward() -> None:
 
 
 def check_fp8() -> None:
-    """In FP8 vision and prefix equal the plain layers on the same quantised weights but for flips.
+    """In FP8 the prefix equals the plain layers on the same quantised weights but for flips.
 
-    The expert is as without FP8. The stream is float32, for the interpreter has no products of
+    Vision and the expert are as without FP8. The stream is float32, for the interpreter has no products of
     bfloat16.
     """
     round_to_nearest()
@@ -129,8 +129,7 @@ def check_fp8() -> None:
     model.encode_prefix(tokens, text, mask, kv, watched, CONFIG)
     exact, w = kv.clone(), quantised(plain, watched.largest())
 
-    found, expected = fast.encode_views(images, w, c), model.encode_views(images, w, c)
-    assert close(found, expected, FLIPS) and not close(expected, tokens, FLIPS)
+    assert torch.equal(fast.encode_views(images, w, c), fast.encode_views(images, plain, CONFIG))
     fast.encode_prefix(tokens, text, mask, mine, w, c)
     model.encode_prefix(tokens, text, mask, kv, w, c)
     assert close(mine, kv, FLIPS) and not close(kv, exact, FLIPS)

@@ -61,7 +61,7 @@ class Pi0Config:
     ``statistics_file``: of openpi or LeRobot; empty = found beside the weights. Not looked for
     where ``statistics`` are given or the weights are random.
     ``normalisation``: see policies/normalise.py; empty = the checkpoint's, else the family's.
-    ``precision`` of vision's and the prefix' products: 'fp8' stores their weights as E4M3 and
+    ``precision`` of the prefix' products: 'fp8' stores their weights as E4M3 and
     needs ``scales``, the file that ``python -m flashrt_core.policies.calibrate`` makes; empty =
     that of ``dtype``, in which the expert always is.
     ``time_dtype``: 'float64' embeds flow time as openpi does, 'float32' as transformers does.
@@ -124,7 +124,7 @@ class Pi0Config:
 
     @property
     def quantised(self) -> bool:
-        """Whether vision's and the prefix' products are in FP8."""
+        """Whether the prefix' products are in FP8."""
         return self.precision == 'fp8'
 
     @property

@@ -2,8 +2,8 @@
 
 Few rows make the expert bound by its weights' bytes and by the number of dependent kernels: its
 layers take eight small kernels, each launched while the one before still runs.
-Vision and prefix are bound by arithmetic: cuBLAS, and one row-wise kernel between two products;
-of the layers' weights only theirs are in FP8 where the config says so.
+Vision and prefix are bound by arithmetic: cuBLAS, and one row-wise kernel between two products.
+Where the config says so the prefix is in FP8.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from flashrt_core.nn import GemmaLayer
 from flashrt_core.nn import ModulatedLayer
 from flashrt_core.nn import rope_tables
 from flashrt_core.nn import siglip_layer
-from flashrt_core.nn import SiglipLayer
 from flashrt_core.nn.fp8 import E4M3
 from flashrt_core.nn.fp8 import product
 from flashrt_core.nn.fp8 import scale_of
@@ -72,48 +71,23 @@ def encode_views(images: Tensor, w: Mapping[str, Tensor], c: Pi0Config) -> Tenso
     cut = images.new_empty((V, T, d.patch_dim), dtype=c.torch_dtype)
     rows.patches(images, d.patch_size, cut)
     x = F.linear(cut, w['vision.patch.weight'], w['vision.patch.bias']) + w['vision.position']
-    y, attended = torch.empty_like(x, dtype=input_type(c)), torch.empty_like(x)
-    ones = ones_of(c, V * T, x.device)
+    y, attended = torch.empty_like(x), torch.empty_like(x)
     heads = attended.view(V, T, d.heads, -1)
     z: Tensor | None = None
     for i in range(d.layers):
         layer = siglip_layer(w, f'vision.layers.{i}')
-        rows.norm_rows(x, z, layer.norm1_weight, layer.norm1_bias, y, d.eps,
-                       scale_of(layer.qkv_weight))
-        qkv = product(y, layer.qkv_weight, layer.qkv_bias, ones).view(V, T, 3, d.heads, -1)
+        rows.norm_rows(x, z, layer.norm1_weight, layer.norm1_bias, y, d.eps)
+        qkv = F.linear(y, layer.qkv_weight, layer.qkv_bias).view(V, T, 3, d.heads, -1)
         q, k, v = qkv.unbind(2)
         attention.attention(q, k, v, None, heads)
         z = F.linear(attended, layer.out_weight, layer.out_bias)
-        rows.norm_rows(x, z, layer.norm2_weight, layer.norm2_bias, y, d.eps,
-                       scale_of(layer.fc1_weight))
-        hidden = product_gelu(y.view(V * T, -1), layer, ones)
-        z = product(hidden, layer.fc2_weight, layer.fc2_bias, ones).view_as(x)
+        rows.norm_rows(x, z, layer.norm2_weight, layer.norm2_bias, y, d.eps)
+        hidden = torch._addmm_activation(
+            layer.fc1_bias, y.view(V * T, -1), layer.fc1_weight.t(), use_gelu=True)
+        z = F.linear(hidden, layer.fc2_weight, layer.fc2_bias).view_as(x)
     normed = torch.empty_like(x)
     rows.norm_rows(x, z, w['vision.norm.weight'], w['vision.norm.bias'], normed, d.eps)
     return F.linear(normed, w['projector.weight'], w['projector.bias']).flatten(0, 1)
-
-
-def input_type(c: Pi0Config) -> torch.dtype:
-    """Return the dtype in which vision's and the prefix' kernels write the inputs of products."""
-    return E4M3 if c.quantised else c.torch_dtype
-
-
-def ones_of(c: Pi0Config, count: int, device: torch.device) -> Tensor | None:
-    """Return what ``product`` needs for so many rows."""
-    return torch.ones((count, 1), device=device) if c.quantised else None
-
-
-def product_gelu(y: Tensor, layer: SiglipLayer, ones: Tensor | None) -> Tensor:
-    """Return gelu(fc1(y)) of y [M, width] as the input of fc2; FP8 has no product with GELU."""
-    if isinstance(layer.fc1_weight, Tensor):
-        return torch._addmm_activation(
-            layer.fc1_bias, y, layer.fc1_weight.t(), use_gelu=True)
-    z = product(y, layer.fc1_weight, layer.fc1_bias, ones)
-    scale = scale_of(layer.fc2_weight)
-    assert scale is not None
-    hidden = torch.empty_like(z, dtype=E4M3)
-    rows.gelu_rows(z, hidden, scale)
-    return hidden
 
 
 def encode_prefix(
@@ -130,26 +104,27 @@ def encode_prefix(
     x = torch.cat([image_tokens, embed_text(text, w, c, given)])
     P = x.shape[0]
     cos, sin = rope_tables(mask.cumsum(0) - 1, w['table.rope'])
-    y = torch.empty_like(x, dtype=input_type(c))
+    of_products = E4M3 if c.quantised else x.dtype
+    ones = torch.ones((P, 1), device=x.device) if c.quantised else None
+    y = torch.empty_like(x, dtype=of_products)
     q = x.new_empty((P, d.heads, d.head_dim))
-    attended = torch.empty_like(q, dtype=input_type(c))
-    hidden = x.new_empty((P, d.mlp), dtype=input_type(c))
-    ones = ones_of(c, P, x.device)
+    attended = torch.empty_like(q, dtype=of_products)
+    hidden = x.new_empty((P, d.mlp), dtype=of_products)
     last = d.layers - 1
     layers = [gemma_layer(w, f'prefix.layers.{i}') for i in range(last)]
     inputs = [*(layer.qkv for layer in layers), w[f'prefix.layers.{last}.kv']]
     rows.norm_rows(x, None, layers[0].norm1, None, y, d.eps, scale_of(inputs[0]))
     for i, layer in enumerate(layers):
-        rows.rotate_rows(product(y, layer.qkv, None, ones), cos, sin, q, kv[i])
+        rows.rotate_rows(product(y, layer.qkv, ones), cos, sin, q, kv[i])
         attention.attention(q[None], kv[i, :, 0][None], kv[i, :, 1][None], mask, attended[None],
                             scale_of(layer.out))
-        z = product(attended.view(P, -1), layer.out, None, ones)
+        z = product(attended.view(P, -1), layer.out, ones)
         rows.norm_rows(x, z, layer.norm2, None, y, d.eps, scale_of(layer.gate_up))
-        rows.gate_rows(product(y, layer.gate_up, None, ones), hidden, scale_of(layer.down))
-        z = product(hidden, layer.down, None, ones)
+        rows.gate_rows(product(y, layer.gate_up, ones), hidden, scale_of(layer.down))
+        z = product(hidden, layer.down, ones)
         rows.norm_rows(x, z, w[f'prefix.layers.{i + 1}.norm1'], None, y, d.eps,
                        scale_of(inputs[i + 1]))
-    rows.rotate_rows(product(y, inputs[last], None, ones), cos, sin, q[:, :0], kv[last])
+    rows.rotate_rows(product(y, inputs[last], ones), cos, sin, q[:, :0], kv[last])
 
 
 class SuffixAttention:
