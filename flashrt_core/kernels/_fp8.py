@@ -74,8 +74,9 @@ def _check_rows(device: torch.device) -> bool:
 def _check_attention(device: torch.device) -> bool:
     """Many queries in one pass, some keys masked."""
     scale, dtype = torch.tensor(0.0005, device=device), torch.bfloat16
-    q, kv = draw(device, dtype, 1, 100, 8, 256), draw(device, dtype, 2, 1, 100, 1, 256, seed=1)
+    q = draw(device, dtype, 1, 100, 8, 256)
+    k, v = draw(device, dtype, 2, 1, 100, 1, 256, seed=1).unbind()
     mask = torch.arange(100, device=device) % 7 != 2
     out = _written(device, 1, 100, 8, 256)
-    attention.attention(q, kv[0], kv[1], mask, out, scale)
-    return _agrees(out.flatten(2), attend(q.float(), *kv.float(), mask), scale)
+    attention.attention(q, k, v, mask, out, scale)
+    return _agrees(out.flatten(2), attend(q.float(), k.float(), v.float(), mask), scale)

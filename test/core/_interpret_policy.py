@@ -109,8 +109,8 @@ def check_forward() -> None:
 def check_fp8() -> None:
     """In FP8 the prefix equals the plain layers on the same quantised weights but for flips.
 
-    Vision and the expert are as without FP8. The stream is float32, for the interpreter has no products of
-    bfloat16.
+    Vision and the expert are as without FP8. The stream is float32, for the interpreter has no
+    products of bfloat16.
     """
     round_to_nearest()
     assert _fp8._check_rows(CPU)

@@ -108,7 +108,8 @@ def test_the_prefix_weights_are_kept_once_in_half_the_bytes_the_rest_in_bfloat16
         assert {name for name, dtype in held.items() if dtype == fp8.E4M3} == set(names)
         rest = [n for n, spec in weight_specs(small).items() if len(spec.shape) == 2
                 and n.startswith(('vision.layers.', 'expert.layers.', 'projector.'))]
-        assert len(rest) == 4 * 2 + 4 * 2 + 1 and all(held[name] == torch.bfloat16 for name in rest)
+        assert len(rest) == 4 * 2 + 4 * 2 + 1
+        assert all(held[name] == torch.bfloat16 for name in rest)
         assert session.buffers['prefix_kv'].tensor.dtype == torch.bfloat16
 
 
