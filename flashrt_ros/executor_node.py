@@ -115,10 +115,8 @@ class ExecutorNode(SessionNode):
         self.get_logger().info(check_memory(
             policy.memory(config), self._capsule_bytes(backend), backend))
         self._session = session = policy.bind(backend, config, self._told)
-        if not getattr(session.config, 'weights', ''):
-            self.get_logger().warning(
-                'the weights are random: this policy can be measured, and its actions mean '
-                'nothing; give checkpoint for trained ones')
+        self._warn_if_random('policy can be measured, and its actions',
+                             'give checkpoint for trained ones')
         self._told('preparing capsules', 0.0)
         self._check_best_of(self.parameters)
         self._check_guidance(self.parameters)

@@ -44,6 +44,8 @@ from flashrt_ros.session_node import SessionNode
 from flashrt_ros.subgoals import OUTCOMES
 
 _OUTCOMES = {getattr(SubgoalOutcome, name.upper()): name for name in OUTCOMES}
+_TRAINED = ('for trained ones give planner_config a file whose weights: names some, as '
+            'resource/models/planner/planner.yaml does')
 
 
 class PlannerNode(SessionNode):
@@ -95,6 +97,7 @@ class PlannerNode(SessionNode):
         backend = pick_backend(of['device'], of['stream_priority'])
         self._session = session = self.make_planner(of['planner']).bind(
             backend, here_or_below_config(of['planner_config']), self._told)
+        self._warn_if_random('planner can be measured, and its plans', _TRAINED)
         room = budgets_of(of, session.memory(), session.config.context, backend)
         store = self.open_store(backend, MARKS, room)
         language = Language(session, grammar, form=of['prompt_form'],

@@ -147,6 +147,15 @@ class SessionNode(SafeLifecycleNode):
 
     # -- inside ---------------------------------------------------------------------------------
 
+    def _warn_if_random(self, what: str, remedy: str) -> None:
+        """Say once a configure that the session's weights are random, where it was given none.
+
+        :param what: is measured, and what comes of it.
+        """
+        if not getattr(self._session.config, 'weights', ''):
+            self.get_logger().warning(
+                f'the weights are random: this {what} mean nothing; {remedy}')
+
     def _told(self, stage: str, fraction: float) -> None:
         """Take a session's progress; the place where a configure under way can be ended."""
         if self._ending:

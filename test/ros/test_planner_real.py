@@ -12,6 +12,7 @@ import pytest
 
 from flashrt_core.tabletop.instructions import parse_plan
 from flashrt_ros.config_files import here_or_below_config
+from flashrt_ros.ros_environment import SOURCE_ROOT
 
 pytestmark = pytest.mark.ros
 SCENE = 'blocks: red. zones: blue.'
@@ -100,6 +101,18 @@ def test_a_plan_goes_on_from_a_capsule_as_it_went_on_before(tmp_path: Path, devi
         assert {c.id for c in listed.capsules} == {'context', 'after'}
         context = next(c for c in listed.capsules if c.id == 'context')
         assert context.pinned and context.position == planner.node.engine.context_tokens
+
+
+def test_random_weights_are_told_once_with_the_parameter_that_gives_trained_ones(
+        tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with planner_rig(tmp_path, real=True):
+        pass
+    told = [line for line in ''.join(capfd.readouterr()).splitlines() if 'are random' in line]
+    for node, parameter in (('[executor]', 'give checkpoint'), ('[planner]', 'planner_config')):
+        assert [parameter in line for line in told if node in line] == [True], told
+    settings = Path('resource/models/planner/planner.yaml')
+    assert all(str(settings) in line for line in told if '[planner]' in line)
+    assert 'weights:' in (SOURCE_ROOT / settings).read_text()
 
 
 def test_the_capsule_services_refuse_as_the_executors_do(tmp_path: Path) -> None:
