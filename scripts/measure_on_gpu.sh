@@ -1,17 +1,19 @@
 #!/bin/sh
 # Checks and measures on one GPU what the README shows, into JSON files below OUT:
 #   scripts/measure_on_gpu.sh STAGE OUT [STAGE OUT ...]
-# Stages, in an order that fails early; those of the planner begin nothing after nine minutes:
-#   tests       the GPU tests of the core, and 1,000 restores of each policy at their full count
-#   ros_tests   those that start nodes
-#   capsule     capsule verbs beside their copy floors
-#   robot       ticks and resets over real ROS, a tiny and a real-size Pi0
-#   vla         Pi0 in bf16 and FP8 at 3, 1 and 2 views, with guided and reused ticks
-#   pi05        Pi0.5 in bf16 at 3, 1 and 2 views
-#   peers       transformers' PI0 eager and compiled, 3 views
-#   llm         the planner of 27B sizes, every table in bf16
-#   llm_fp8     first token, decode and costs in FP8
-#   bringup     both on one GPU
+# Stages, in an order that fails early, with the seconds that each took on an H200 with 16 cores
+# (about: not run in this form); those of the planner begin nothing after nine minutes:
+#   tests       about 400: 1,000 restores of each policy and 512 drafted tokens of a planner at
+#               real width, at their full counts; FP8 of a policy at real size; all of the core
+#   ros_tests   about 100: those that start nodes
+#   capsule     69: capsule verbs beside their copy floors
+#   robot       about 210: ticks and resets over real ROS, a tiny and a real-size Pi0
+#   vla         about 500: Pi0 in bf16 and FP8 at 3, 1 and 2 views, with guided and reused ticks
+#   pi05        about 170: Pi0.5 in bf16 at 3, 1 and 2 views
+#   peers       about 150: transformers' PI0 eager and compiled, 3 views
+#   llm         about 350: the planner of 27B sizes, every table in bf16; 173 to its sizes
+#   llm_fp8     about 150: first token, decode and costs in FP8; 99 without the logits
+#   bringup     159: both on one GPU
 # PYTHON and WORKERS (CPU cores of the tests) may be set. The packages must be importable; where
 # there is no network, install their wheels by pip with --no-index.
 set -eu
@@ -33,7 +35,7 @@ measure() {
     case $1 in
     tests)
         call pytest -q -m gpu --stress 1 test/core/test_capsule_store.py \
-            test/core/test_policies_pi0_capsule.py
+            test/core/test_policies_pi0_capsule.py test/core/test_planners_real_size.py
         call pytest -q -s -m gpu test/core/test_policies_pi0_fp8.py
         call pytest -q -m gpu -n "$workers" --stress 0.1 test/core ;;
     ros_tests) call pytest -q -m gpu test/ros ;;

@@ -162,6 +162,43 @@ def test_the_subgoal_topic_does_the_same_work(tmp_path: Path) -> None:
         wait_until(lambda: r.refusals('subgoal_refused') == 1, 'the duplicate to be refused')
 
 
+@pytest.mark.parametrize('way', ['service', 'topic'])
+def test_a_subgoal_of_an_epoch_before_a_restore_is_refused(tmp_path: Path, way: str) -> None:
+    with rig(tmp_path) as r:
+        before = [r.reset().epoch]
+        before.append(r.call('restore', id='c0').epoch)
+        now = r.call('rollback', to='c0').epoch
+        publisher = r.probe.create_publisher(Subgoal, 'subgoal', 1)
+        wait_until(lambda: publisher.get_subscription_count() > 0, 'the executor to listen')
+        told: list[str] = []
+
+        def send(**fields: Any) -> str:
+            """Send a subgoal and return the code and message of its refusal, or ''."""
+            requested, refused = r.executor.engine.slot.requested, r.refusals('subgoal_refused')
+            if way == 'service':
+                reply = r.call('set_subgoal', subgoal=Subgoal(tokens=[5], **fields))
+                return '' if reply.success else f'{reply.code}: {reply.message}'
+            publisher.publish(Subgoal(tokens=[5], **fields))
+            wait_until(lambda: r.executor.engine.slot.requested > requested
+                       or r.refusals('subgoal_refused') > refused, 'the subgoal to be judged')
+            if r.executor.engine.slot.requested > requested:
+                return ''
+            wait_until(lambda: len([e for e in r.events if e.kind == 'refused']) > len(told),
+                       'the refusal to be told')
+            told.append(r.until_event('refused', 'subgoal').detail)
+            return told[-1]
+
+        for epoch in before:
+            answer = send(sequence=1, epoch=epoch)
+            assert 'subgoal_refused' in answer and (
+                f'of epoch {epoch}, the current one is {now}' in answer), answer
+        counters = r.executor.report.counters
+        assert counters['subgoals_wrong_epoch'] == r.refusals('subgoal_refused') == 2
+        assert r.executor.engine.slot.requested == 0
+        assert send(sequence=1, epoch=0) == '' == send(sequence=2, epoch=now)
+        wait_until(lambda: r.executor.engine.slot.latched == 2, 'the tick to latch it')
+
+
 def test_a_subgoal_may_give_rows_in_the_place_of_tokens(tmp_path: Path) -> None:
     policy = FakePolicy(FakeConfig(embedding=(3, 4)))
     rows = np.float32([[0.1, -2, 3, 1e-30], [5, 6, 7, 8]])

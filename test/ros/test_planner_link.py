@@ -32,7 +32,7 @@ def test_rows_get_into_the_executors_slot_and_unfit_ones_are_refused(
         robot.run()
         way, base = planner.node.link, planner.node.link.base()
         rows = torch.from_numpy(ROWS.copy())
-        way.write('the cup', 1, base.episode, 0, 0.0, rows)
+        way.write('the cup', 1, base, 0, 0.0, rows)
         rows.fill_(-1.0)
         wait_until(lambda: robot.executor.engine.slot.latched == 1, 'the tick to latch it')
         (given,) = {id(t.subgoal.embedding): t.subgoal for t in policy.switches.inputs
@@ -40,7 +40,7 @@ def test_rows_get_into_the_executors_slot_and_unfit_ones_are_refused(
         assert np.array_equal(given.embedding.values, ROWS)
         assert (given.sequence, given.tokens) == (1, ())
         with pytest.raises(SubgoalRefused, match=r'at most \[3, 4\]'):
-            way.write('the cup', 2, base.episode, 0, 0.0, torch.zeros(4, 4))
+            way.write('the cup', 2, base, 0, 0.0, torch.zeros(4, 4))
         assert robot.executor.engine.slot.requested == 1
         assert robot.executor.report.counters['subgoals_invalid'] == 1
 

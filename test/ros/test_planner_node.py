@@ -243,6 +243,26 @@ def test_a_subgoal_for_a_past_episode_is_refused_and_nothing_of_its_plan_is_carr
 
 
 @EACH
+def test_a_subgoal_planned_before_a_restore_is_refused_and_nothing_of_its_plan_is_carried_out(
+        tmp_path: Path, link: str) -> None:
+    with planner_rig(tmp_path, link=link) as (planner, robot):
+        robot.run()
+        goal = planner.goal(TWO, wait=True).until('execute')
+        planner.node.link._heard = lambda *event: None  # as if the event came too late
+        now = robot.call('restore', id='c0').epoch
+        planner.outcome(1)
+        result = goal.result()
+        assert result.code == 'subgoal_refused', result.message
+        assert f'of epoch {now - 1}, the current one is {now}' in result.message
+        assert robot.executor.engine.slot.requested == 1
+        assert robot.executor.report.counters['subgoals_wrong_epoch'] == 1
+        after = planner.goal(SECOND, wait=True).until('execute')
+        until_latched(robot, 2)
+        planner.outcome(2)
+        assert after.result().success, 'a plan of the present epoch'
+
+
+@EACH
 def test_a_hold_that_was_asked_for_ends_what_is_being_decoded(tmp_path: Path, link: str) -> None:
     with planner_rig(tmp_path, link=link) as (planner, robot):
         robot.run()

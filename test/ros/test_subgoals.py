@@ -23,19 +23,29 @@ def slot(**more):
     return SubgoalSlot(max_tokens=4, vocabulary=100, counters=counters, **more), counters
 
 
-def send(subject, sequence=0, *, episode=0, tokens=(1, 2), current_episode=1, now_ns=0, **more):
+def send(subject, sequence=0, *, episode=0, tokens=(1, 2), epoch=0, current_episode=1,
+         current_epoch=1, now_ns=0, **more):
     return subject.admit(
-        sequence=sequence, episode=episode, text='go', tokens=tokens,
-        current_episode=current_episode, now_ns=now_ns, **more)
+        sequence=sequence, epoch=epoch, episode=episode, text='go', tokens=tokens,
+        current_epoch=current_epoch, current_episode=current_episode, now_ns=now_ns, **more)
 
 
 def test_a_reset_between_a_look_at_the_episode_and_the_slot_counts():
     subject, counters = slot()
-    subject.restored(2)
+    subject.restored(episode=2, epoch=2)
     with pytest.raises(SubgoalRefused, match='for episode 1, the current one is 2'):
         send(subject, 1, episode=1, current_episode=1)
     assert counters['subgoals_wrong_episode'] == 1
     assert send(subject, 1, current_episode=1).episode == 2
+
+
+def test_a_restore_between_a_look_at_the_epoch_and_the_slot_counts():
+    subject, counters = slot()
+    subject.restored(episode=1, epoch=2)
+    with pytest.raises(SubgoalRefused, match='of epoch 1, the current one is 2'):
+        send(subject, 1, epoch=1, current_epoch=1)
+    assert counters['subgoals_wrong_epoch'] == 1 and subject.requested == 0
+    send(subject, 1, epoch=2, current_epoch=1)
 
 
 def test_an_accepted_subgoal_stays_pending_until_a_committed_tick_has_latched_it():
@@ -75,6 +85,16 @@ def test_one_for_another_episode_is_counted_and_refused():
             send(subject, 1, episode=episode, current_episode=2)
     assert send(subject, 1, episode=2, current_episode=2).episode == 2
     assert counters['subgoals_wrong_episode'] == 2
+
+
+def test_one_of_another_epoch_is_counted_and_refused_and_zero_is_whichever_is_current():
+    subject, counters = slot()
+    for epoch in (1, 3):
+        with pytest.raises(SubgoalRefused, match=f'of epoch {epoch}, the current one is 2.*plan'):
+            send(subject, 1, epoch=epoch, current_epoch=2)
+    assert counters['subgoals_wrong_epoch'] == 2 and subject.pending() is None
+    assert send(subject, epoch=2, current_epoch=2).sequence == 1
+    assert send(subject, epoch=0, current_epoch=2).sequence == 2
 
 
 ROWS = np.arange(12, dtype=np.float32).reshape(2, 6)
@@ -156,7 +176,7 @@ def test_what_is_in_force_is_what_the_newest_committed_tick_acted_on():
     assert subject.in_force == 0, 'no tick has latched it'
     subject.commit(5)
     assert subject.in_force == 5
-    subject.restored(1)
+    subject.restored(episode=1, epoch=2)
     assert subject.in_force == 0, 'not known'
     subject.commit(2)
     assert subject.in_force == 2 and subject.latched == 5, 'an older one came back'
@@ -165,7 +185,7 @@ def test_what_is_in_force_is_what_the_newest_committed_tick_acted_on():
 def test_a_reset_drops_what_was_meant_for_the_episode_before():
     subject, counters = slot()
     send(subject, 5, deadline_s=1.0)
-    assert subject.restored(2) == 5
+    assert subject.restored(episode=2, epoch=2) == 5
     assert subject.pending() is None and not subject.overdue(100 * S)
     assert counters['subgoals_dropped_by_restore'] == 1
     with pytest.raises(SubgoalRefused):
@@ -175,13 +195,13 @@ def test_a_reset_drops_what_was_meant_for_the_episode_before():
 def test_a_restore_within_the_episode_drops_what_no_tick_has_latched_but_not_its_deadline():
     subject, counters = slot()
     send(subject, 5, deadline_s=1.0)
-    assert subject.restored(1) == 5 and subject.restored(1) == 0
+    assert subject.restored(episode=1, epoch=2) == 5 and subject.restored(episode=1, epoch=2) == 0
     assert subject.pending() is None and subject.overdue(100 * S)
     assert counters['subgoals_dropped_by_restore'] == 1
     send(subject, 6)
     assert subject.pending().sequence == 6
     subject.commit(6)
-    assert subject.restored(1) == 0, 'a latched one is in the capsule'
+    assert subject.restored(episode=1, epoch=2) == 0, 'a latched one is in the capsule'
 
 
 def test_the_deadline_counts_from_acceptance_and_ends_with_a_newer_one():
