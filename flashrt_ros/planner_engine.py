@@ -52,10 +52,11 @@ class Link(Protocol):
         """Return where the executor stands. :raises WrongState: it cannot take subgoals now."""
         ...
 
-    def write(self, text: str, sequence: int, episode: int, priority: int,
+    def write(self, text: str, sequence: int, base: Base, priority: int,
               deadline_s: float, embedding: Any = None) -> None:
         """Give it a subgoal. :raises FlashrtError: it was not accepted, whatever the reason.
 
+        :param base: what it was planned on.
         :param embedding: rows float32 [n, width] that the policy reads in the text's place.
         """
         ...
@@ -229,12 +230,12 @@ class PlannerEngine:
         failed = ''
         while True:
             with self._session_for('a plan'):
-                able = self._decode(plan, done, failed)
-            if not able:
+                why_not = self._decode(plan, done, failed)
+            if why_not:
                 more = (f'{len(done)} subgoals were done and {failed!r} was not' if plan.replans
-                        else 'nothing was written, see its grammar')
-                return End('cannot', f'the planner cannot do {plan.request.instruction!r:.200}; '
-                           + more)
+                        else 'nothing was written')
+                return End('cannot', f'the planner cannot do {plan.request.instruction!r:.200}: '
+                           f'{why_not}; {more}')
             if plan.request.dry_run:
                 return plan.stopped or End('ok', f'{len(plan.items)} subgoals, none written')
             plan.enter('execute')
@@ -251,8 +252,8 @@ class PlannerEngine:
             done, failed = plan.begin_again()
             self._counters.add('replans')
 
-    def _decode(self, plan: Plan, done: Sequence[str], failed: str) -> bool:
-        """Restore, append, decode; False when the planner says that it cannot.
+    def _decode(self, plan: Plan, done: Sequence[str], failed: str) -> str:
+        """Restore, append, decode; why not, when the planner says that it cannot, else ''.
 
         :raises TickDropped: the plan was ended; the state is that of its mark.
         """
@@ -273,10 +274,11 @@ class PlannerEngine:
         mark = self.on_lane(lambda: self.store.mark(self.session.boundary), 'mark')
         plan.enter('decode')
         try:
-            return self._stream(plan, times, begun)
+            able = self._stream(plan, times, begun)
         except BaseException:
             self._back_to(mark, plan)
             raise
+        return '' if able else self.language.why_cannot(plan.request.instruction, scene)
 
     def _take_in(self, tokens: Sequence[int], plan: Plan, times: Times) -> None:
         """Append to the context's capsule; from host memory that runs beside the restore."""
@@ -326,12 +328,12 @@ class PlannerEngine:
         self.on_lane(lambda: self.store.mark(self.session.boundary), 'mark')
         return not reader.cannot
 
-    def _write(self, text: str, sequence: int, episode: int, priority: int,
+    def _write(self, text: str, sequence: int, base: Base, priority: int,
                deadline_s: float) -> None:
         limit = deadline_s or self._parameters['subgoal_deadline_s']
         begun = time.perf_counter()
         try:
-            self._link.write(text, sequence, episode, priority, limit)
+            self._link.write(text, sequence, base, priority, limit)
         except FlashrtError:
             self._counters.add('subgoals_refused')
             raise

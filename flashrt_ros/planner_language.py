@@ -207,6 +207,11 @@ class Language:
         if self.form == 'tabletop':
             tabletop.read_instruction(instruction)
 
+    def why_cannot(self, instruction: str, scene: str) -> str:
+        """Return the cause of a plan that is ``cannot``, as far as it is known."""
+        known = tabletop.why_not(instruction, scene) if self.grammar is TABLETOP else ''
+        return known or f'the planner wrote {self.grammar.cannot!r}'
+
     def reader(self) -> Reader:
         """Return a reader for one plan."""
         return Reader(self.grammar)

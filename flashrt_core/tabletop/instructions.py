@@ -181,9 +181,39 @@ def read_instruction(text: str) -> str:
     if _MARK in plain or _PART.sub(_MARK, plain) not in _LANGUAGE:
         raise ParameterInvalid(
             f'instruction is {text!r:.120}, which is outside of what the planner was trained to '
-            'read; say it as "put the red block in the blue zone", "pick up the red block", "sort '
-            'the blocks by colour" or "go home", up to three with ", then " between')
+            f'read; {_SAY}')
     return plain
+
+
+def why_not(instruction: str, scene: str) -> str:
+    """Return in words why the robot cannot do an instruction, '' where that is not known.
+
+    Known is that it is none of the language, or names a block or zone that the scene lacks;
+    sorting needs a zone for each block.
+
+    :param scene: as ``Scene`` writes it, '' for none; of another text nothing is known.
+    """
+    try:
+        parts = [part[0] for part in _PART.finditer(read_instruction(instruction))]
+    except ParameterInvalid:
+        parts = []
+    if not parts:
+        return f'it asks for nothing of the language of tasks; {_SAY}'
+    listed = _SCENE.match(scene) if scene else None
+    if scene and listed is None:
+        return ''
+    there = {kind: (listed[kind] if listed else '').split(', ') for kind in ('block', 'zone')}
+    named = [(kind[:-1] if kind == 'zone2' else kind, colour) for part in parts
+             for form in _NAMED if (match := form.fullmatch(part))
+             for kind, colour in match.groupdict().items()]
+    if any(part in _SORT for part in parts):
+        named += [('zone', colour) for colour in there['block'] if colour]
+    lacks = dict.fromkeys((kind, colour) for kind, colour in named if colour not in there[kind])
+    if not lacks:
+        return ''
+    listing = ', '.join(f'no {colour} {kind}' for kind, colour in lacks)
+    return (f'the scene has {listing}, it is {listed[0]!r:.200}' if listed else
+            f'no scene was given, so there is {listing}; give one in the goal or on topic scene')
 
 
 def _forms(part: str) -> frozenset[str]:
@@ -195,11 +225,17 @@ def _forms(part: str) -> frozenset[str]:
                      for text in (part, *two, *three, *back, *_NONSENSE))
 
 
-_COLOUR = f'(?:{"|".join(COLOURS)})'
+_SAY = ('say it as "put the red block in the blue zone", "pick up the red block", "sort the '
+        'blocks by colour" or "go home", up to three with ", then " between')
+_COLOUR = '|'.join(COLOURS)
+_FORMS = sorted((*_PUT, *_PICK, *_HOME, *_ALL, *_EXCEPT, *_SORT, *_EMPTY, *_LOOSE),
+                key=len, reverse=True)
 _PART = re.compile('|'.join(
-    rf'\b{text.format(b=_COLOUR, z=_COLOUR, y=_COLOUR)}\b' for text in sorted(
-        (*_PUT, *_PICK, *_HOME, *_ALL, *_EXCEPT, *_SORT, *_EMPTY, *_LOOSE),
-        key=len, reverse=True)))
+    rf'\b{text.format(**dict.fromkeys("bzy", f"(?:{_COLOUR})"))}\b' for text in _FORMS))
+_NAMED = tuple(re.compile(text.format(
+    b=f'(?P<block>{_COLOUR})', z=f'(?P<zone>{_COLOUR})', y=f'(?P<zone2>{_COLOUR})'))
+    for text in _FORMS)
+_SCENE = re.compile(r'blocks: (?P<block>[^.]*)\. zones: (?P<zone>[^.]*)\.')
 _MARK = '#'  # stands for a part
 _LANGUAGE = _forms(_MARK)
 

@@ -21,6 +21,7 @@ from flashrt_core.tabletop.instructions import parse_plan
 from flashrt_core.tabletop.instructions import prompt
 from flashrt_core.tabletop.instructions import read_instruction
 from flashrt_core.tabletop.instructions import Scene
+from flashrt_core.tabletop.instructions import why_not
 
 
 def draw(count: int, seed: int = 5, held_out: bool = False) -> list[Example]:
@@ -120,3 +121,33 @@ def test_all_that_the_planner_is_trained_and_tested_on_is_read(held_out: bool) -
 def test_what_is_outside_of_the_trained_language_is_refused(text: str) -> None:
     with pytest.raises(ParameterInvalid, match='outside of what the planner was trained to read'):
         read_instruction(text)
+
+
+def test_a_cause_is_told_where_the_scene_lacks_what_is_named_never_for_what_can_be_done() -> None:
+    told: dict[bool, list[tuple[Example, str]]] = {True: [], False: []}
+    for example in draw(1500):
+        cause = why_not(example.instruction, str(example.scene))
+        told[bool(example.plan)].append((example, cause))
+    assert not [cause for _, cause in told[True] if cause]
+    for example, cause in told[False]:
+        lacking = [(b, z) for b, z in example.asked
+                   if b not in example.scene.blocks or z not in example.scene.zones]
+        assert cause or not lacking, example
+    assert sum(bool(cause) for _, cause in told[False]) > len(told[False]) / 2
+
+
+@pytest.mark.parametrize('instruction, scene, words', [
+    ('put the red block in the blue zone', 'blocks: green. zones: red.', 'no red block, no blue'),
+    ('empty the red zone into the blue zone', 'blocks: red. zones: blue.', 'no red zone, it is'),
+    ('sort the blocks by colour', 'blocks: red, blue. zones: red.', 'has no blue zone, it is'),
+    ('pick up the red block', '', 'no scene was given'),
+    ('sing a song', 'blocks: red. zones: blue.', 'nothing of the language'),
+    ('tidy up', 'blocks: red. zones: blue.', 'say it as "put the red block'),
+])
+def test_the_cause_names_what_is_lacking(instruction: str, scene: str, words: str) -> None:
+    assert words in why_not(instruction, scene)
+
+
+def test_of_a_scene_in_other_words_nothing_is_claimed() -> None:
+    assert why_not('pick up the red block', 'a table with a cup') == ''
+    assert why_not('go home', '') == ''

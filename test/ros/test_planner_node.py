@@ -117,6 +117,7 @@ def test_an_instruction_outside_the_grammar_is_answered_cannot_and_nothing_moves
         result = goal.result()
         assert goal.status == GoalStatus.STATUS_ABORTED and result.code == 'cannot'
         assert 'coffee' in result.message and not result.subgoals
+        assert 'nothing of the language of tasks; say it as' in result.message
         assert robot.executor.engine.slot.requested == 0 and planner.counter('plans_cannot') == 1
         for bad in ('', '  ', 'x' * 5000, 'go home\nplan: ', 'go\x07home'):
             assert planner.goal(bad).result().code == 'parameter_invalid', bad
@@ -125,6 +126,15 @@ def test_an_instruction_outside_the_grammar_is_answered_cannot_and_nothing_moves
             assert result.code == 'parameter_invalid' and 'trained to read' in result.message
         assert robot.executor.engine.slot.requested == 0
         assert planner.goal(SECOND).result().success, 'and it goes on as if nothing was'
+
+
+def test_an_answer_cannot_says_why_as_far_as_that_is_known(tmp_path: Path) -> None:
+    with planner_rig(tmp_path, FakePlanner(script=lambda prompt: 'cannot.')) as (planner, _):
+        for scene, words in (('blocks: green. zones: blue.', 'the scene has no red block, it is'),
+                             ('blocks: red. zones: blue.', "the planner wrote 'cannot'")):
+            result = planner.goal(FIRST, scene=scene, dry_run=True).result()
+            assert result.code == 'cannot' and words in result.message, result.message
+            assert 'nothing was written; now active' in result.message
 
 
 def test_what_a_model_writes_against_the_grammar_ends_the_plan_before_it_is_written(
