@@ -187,7 +187,7 @@ class Engine:
 
         :return: sequence of the subgoal that was dropped with it, 0 for none.
         """
-        seed = self.book.seed
+        seed, progress = self.book.seed, self.control.progress
         try:
             # Behind every reply and before the next tick: nobody waits for this read.
             seed = partial(self.session.lane.call(self.seed_now).result, 0.0)
@@ -195,7 +195,7 @@ class Engine:
             pass  # the lane is gone, no tick will ask
         self.book.restored(seed, pending or Pending())
         self._interrupts.void()
-        return self.slot.restored(self.control.progress.episode)
+        return self.slot.restored(episode=progress.episode, epoch=progress.epoch)
 
     def seed_now(self) -> int:
         """Read the seed from the session's state; lane thread."""

@@ -56,16 +56,19 @@ class ExecutorServices:
         :raises SubgoalRefused, ConfigError: and nothing has changed.
         """
         engine, node = self._node.engine, self._node
+        progress = node.control.progress
         tokens = list(message.tokens)
         if embedding is None and message.embedding:
             embedding = np.asarray(message.embedding, dtype=np.float32)
         if embedding is None and not tokens and message.text.strip():
             tokens = node.tokenize(message.text, engine.ports.subgoal_tokens)
         accepted = engine.slot.admit(
-            sequence=message.sequence, episode=message.episode, text=message.text, tokens=tokens,
+            sequence=message.sequence, epoch=message.epoch, episode=message.episode,
+            text=message.text, tokens=tokens,
             interrupt=message.priority >= SubgoalMessage.PRIORITY_INTERRUPT,
             deadline_s=message.deadline_s, embedding=embedding,
-            current_episode=node.control.progress.episode, now_ns=time.monotonic_ns())
+            current_epoch=progress.epoch, current_episode=progress.episode,
+            now_ns=time.monotonic_ns())
         engine.announce(accepted)
         return accepted.sequence
 

@@ -48,6 +48,11 @@ class LinkTimeout(ServiceError):
     code = 'executor_silent'
 
 
+def _message(text: str, sequence: int, base: Base, priority: int, deadline_s: float) -> Subgoal:
+    return Subgoal(sequence=sequence, epoch=base.epoch, episode=base.episode, text=text,
+                   priority=priority, deadline_s=float(deadline_s))
+
+
 def _check_known(base: Base, sequence: int) -> None:
     if base.sequence < sequence:
         raise WrongState(f'the executor was configured anew and knows nothing of subgoal '
@@ -75,7 +80,7 @@ class BoundLink:
         threading.Thread(target=self._run, name='planner link', daemon=True).start()
 
     def base(self) -> Base:
-        """Return the executor's episode and mark.
+        """Return the executor's epoch, episode and mark.
 
         :raises WrongState: it is not configured.
         """
@@ -84,10 +89,11 @@ class BoundLink:
             raise WrongState(f'the executor is {self._executor.state_label}; configure it first')
         return Base(control.progress.episode, engine.slot.requested, control.progress.epoch)
 
-    def write(self, text: str, sequence: int, episode: int, priority: int,
+    def write(self, text: str, sequence: int, base: Base, priority: int,
               deadline_s: float, embedding: Any = None) -> None:
         """Admit a subgoal into the executor's slot.
 
+        :param base: what it was planned on; it is refused once another epoch has begun.
         :param embedding: float32 [n, width] that the policy reads in the text's place, array or
             tensor; one on the policy's device gets into the slot without leaving it. Call with
             the stream current that makes it; it may be overwritten after the return.
@@ -95,8 +101,7 @@ class BoundLink:
         """
         services = self._executor.services_made
         services.frame.require(_CONFIGURED, 'a subgoal')
-        services.subgoal(Subgoal(sequence=sequence, episode=episode, text=text, priority=priority,
-                                 deadline_s=float(deadline_s)), embedding)
+        services.subgoal(_message(text, sequence, base, priority, deadline_s), embedding)
 
     def check(self, sequence: int) -> None:
         """Look after a subgoal that was accepted. :raises WrongState: nobody will tell of it."""
@@ -147,7 +152,7 @@ class RosLink:
             node.create_subscription(Event, f'{name}/events', self._on_event, qos.record())]
 
     def base(self) -> Base:
-        """Return the executor's episode and mark, as its status and events say.
+        """Return the executor's epoch, episode and mark, as its status and events say.
 
         Waits for an executor that is being discovered; not on the spinning thread.
 
@@ -189,17 +194,17 @@ class RosLink:
         return self._publisher.get_subscription_count() > 0 and all(
             self._node.count_publishers(made.topic_name) > 0 for made in self._made)
 
-    def write(self, text: str, sequence: int, episode: int, priority: int,
+    def write(self, text: str, sequence: int, base: Base, priority: int,
               deadline_s: float, embedding: Any = None) -> None:
         """Send a subgoal and wait for the executor's answer; not on the spinning thread.
 
+        :param base: as of ``BoundLink.write``.
         :param embedding: as of ``BoundLink.write``; it goes out in the message, row by row.
         :raises ConfigError: an embedding that is none.
         :raises SubgoalRefused: it was refused, for the reason told.
         :raises LinkTimeout: no answer within ``link_timeout_s``.
         """
-        message = Subgoal(sequence=sequence, episode=episode, text=text, priority=priority,
-                          deadline_s=float(deadline_s))
+        message = _message(text, sequence, base, priority, deadline_s)
         message.header.stamp = self._node.get_clock().now().to_msg()
         if embedding is not None:
             message.embedding = float_field(Embedding(embedding).values)

@@ -83,7 +83,7 @@ class End:
     message: str
 
 
-Write = Callable[[str, int, int, int, float], None]  # text, sequence, episode, priority, deadline
+Write = Callable[[str, int, Base, int, float], None]  # text, sequence, base, priority, deadline
 
 
 class Plan:
@@ -257,8 +257,7 @@ class Plan:
             self._written += 1
             priority = 0 if before > self.base.sequence or self.replans else self.request.priority
         try:
-            self._write(item.text, item.sequence, self.base.episode, priority,
-                        self.request.deadline_s)
+            self._write(item.text, item.sequence, self.base, priority, self.request.deadline_s)
         except BaseException:
             with self._changed:
                 item.sequence = 0

@@ -1,4 +1,4 @@
-"""The executor's input slot for subgoals: sequence marks, episode check, what a tick latches.
+"""The executor's input slot for subgoals: sequence marks, episode, epoch, what a tick latches.
 
 The marks live on the host, only grow, and are never restored; the latched subgoal itself is in the
 capsule.
@@ -22,6 +22,7 @@ COUNTERS = (
     'subgoals_duplicate',
     'subgoals_out_of_order',
     'subgoals_wrong_episode',
+    'subgoals_wrong_epoch',
     'subgoals_invalid',
     'subgoals_dropped_by_restore',
 )
@@ -83,7 +84,7 @@ class SubgoalSlot:
         self._requested = 0
         self._latched = 0
         self._void = 0  # highest sequence accepted before the newest restore
-        self._episode = 0  # of the newest restore
+        self._episode = self._epoch = 0  # of the newest restore
         self._in_force = 0
 
     @property
@@ -105,27 +106,31 @@ class SubgoalSlot:
         self,
         *,
         sequence: int,
+        epoch: int,
         episode: int,
         text: str,
         tokens: Sequence[int],
         interrupt: bool = False,
         deadline_s: float = 0.0,
         embedding: Any = None,
+        current_epoch: int,
         current_episode: int,
         now_ns: int,
     ) -> Subgoal:
         """Put a subgoal into the slot. Any thread; an unread older one is replaced.
 
         :param sequence: above every one accepted before; 0 takes the next number.
+        :param epoch: it was planned in; must be the current one, 0 means the current one.
         :param episode: must be the current one; 0 means the current one.
-        :param current_episode: as the caller has read it; a reset may have come since.
+        :param current_epoch: as the caller has read it; a restore may have come since.
+        :param current_episode: as ``current_epoch``.
         :param tokens: token ids, tokenised by the caller when the message had only text.
         :param embedding: float32 [n, width], array or tensor, or flat as a message has it; it is
             copied here, so call with the stream current that makes it. The tokens may then be
             empty: they are kept for the record alone.
         :param now_ns: steady time.
-        :raises SubgoalRefused: duplicate, out of order, other episode, too long, unknown id, bad
-            deadline, an embedding that the policy does not read.
+        :raises SubgoalRefused: duplicate, out of order, other episode or epoch, too long, unknown
+            id, bad deadline, an embedding that the policy does not read.
         """
         ids = tuple(int(token) for token in tokens)
         rows = None if embedding is None else self._take_over(embedding)
@@ -137,6 +142,13 @@ class SubgoalSlot:
                 raise SubgoalRefused(
                     f'subgoal {sequence} is for episode {episode}, the current one is '
                     f'{current}; plan again from the current episode'
+                )
+            now = max(current_epoch, self._epoch)
+            if epoch not in (0, now):
+                self._counters.add('subgoals_wrong_epoch')
+                raise SubgoalRefused(
+                    f'subgoal {sequence} is of epoch {epoch}, the current one is {now}; plan '
+                    'again from the state now, or send epoch 0 for whichever is current'
                 )
             number = sequence or self._requested + 1
             if number <= self._requested:
@@ -168,13 +180,14 @@ class SubgoalSlot:
             self._latched = max(self._latched, min(sequence, self._requested))
             self._in_force = sequence
 
-    def restored(self, episode: int) -> int:
+    def restored(self, *, episode: int, epoch: int) -> int:
         """After a restore, rollback or reset: what no tick has latched counts no more.
 
         The marks stay. A subgoal's deadline ends with its episode only: within it the planner is
         still expected to send the next one.
 
         :param episode: the current one.
+        :param epoch: the one that begins.
         :return: sequence of the subgoal that was dropped, 0 when there was none.
         """
         with self._lock:
@@ -183,7 +196,7 @@ class SubgoalSlot:
                 dropped = newest.sequence
                 self._counters.add('subgoals_dropped_by_restore')
             self._void, self._in_force = self._requested, 0
-            self._episode = episode
+            self._episode, self._epoch = episode, epoch
             if newest is not None and newest.episode != episode:
                 self._newest = None
             return dropped

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from _executor_rig import Rig
 from _executor_rig import rig
 from _fake_policy import FakeConfig
 from _fake_policy import FakePolicy
@@ -162,41 +163,42 @@ def test_the_subgoal_topic_does_the_same_work(tmp_path: Path) -> None:
         wait_until(lambda: r.refusals('subgoal_refused') == 1, 'the duplicate to be refused')
 
 
-@pytest.mark.parametrize('way', ['service', 'topic'])
-def test_a_subgoal_of_an_epoch_before_a_restore_is_refused(tmp_path: Path, way: str) -> None:
+def epochs_of_restores(r: Rig) -> tuple[list[int], int]:
+    """Reset, restore and roll back; returns the epochs before and the one now."""
+    before = [r.reset().epoch, r.call('restore', id='c0').epoch]
+    return before, r.call('rollback', to='c0').epoch
+
+
+def test_a_subgoal_of_an_epoch_before_a_restore_is_refused_by_the_service(tmp_path: Path) -> None:
     with rig(tmp_path) as r:
-        before = [r.reset().epoch]
-        before.append(r.call('restore', id='c0').epoch)
-        now = r.call('rollback', to='c0').epoch
+        before, now = epochs_of_restores(r)
+        for epoch in before:
+            refused = r.call('set_subgoal', subgoal=Subgoal(tokens=[5], sequence=1, epoch=epoch))
+            assert refused.code == 'subgoal_refused', refused.message
+            assert f'of epoch {epoch}, the current one is {now}' in refused.message
+        assert r.executor.report.counters['subgoals_wrong_epoch'] == len(before)
+        assert r.executor.engine.slot.requested == 0
+        for sequence, epoch in ((1, 0), (2, now)):
+            reply = r.call('set_subgoal', subgoal=Subgoal(
+                tokens=[5], sequence=sequence, epoch=epoch))
+            assert reply.success and reply.sequence == sequence, reply.message
+
+
+def test_a_subgoal_of_an_epoch_before_a_restore_is_dropped_from_the_topic(tmp_path: Path) -> None:
+    with rig(tmp_path) as r:
+        before, now = epochs_of_restores(r)
         publisher = r.probe.create_publisher(Subgoal, 'subgoal', 1)
         wait_until(lambda: publisher.get_subscription_count() > 0, 'the executor to listen')
-        told: list[str] = []
-
-        def send(**fields: Any) -> str:
-            """Send a subgoal and return the code and message of its refusal, or ''."""
-            requested, refused = r.executor.engine.slot.requested, r.refusals('subgoal_refused')
-            if way == 'service':
-                reply = r.call('set_subgoal', subgoal=Subgoal(tokens=[5], **fields))
-                return '' if reply.success else f'{reply.code}: {reply.message}'
-            publisher.publish(Subgoal(tokens=[5], **fields))
-            wait_until(lambda: r.executor.engine.slot.requested > requested
-                       or r.refusals('subgoal_refused') > refused, 'the subgoal to be judged')
-            if r.executor.engine.slot.requested > requested:
-                return ''
-            wait_until(lambda: len([e for e in r.events if e.kind == 'refused']) > len(told),
-                       'the refusal to be told')
-            told.append(r.until_event('refused', 'subgoal').detail)
-            return told[-1]
-
         for epoch in before:
-            answer = send(sequence=1, epoch=epoch)
-            assert 'subgoal_refused' in answer and (
-                f'of epoch {epoch}, the current one is {now}' in answer), answer
-        counters = r.executor.report.counters
-        assert counters['subgoals_wrong_epoch'] == r.refusals('subgoal_refused') == 2
-        assert r.executor.engine.slot.requested == 0
-        assert send(sequence=1, epoch=0) == '' == send(sequence=2, epoch=now)
-        wait_until(lambda: r.executor.engine.slot.latched == 2, 'the tick to latch it')
+            publisher.publish(Subgoal(tokens=[5], sequence=1, epoch=epoch))
+            wait_until(lambda e=epoch: any(
+                event.kind == 'refused' and f'of epoch {e}, the current one is {now}'
+                in event.detail for event in r.events), f'one of epoch {epoch} to be refused')
+        assert r.executor.report.counters['subgoals_wrong_epoch'] == len(before)
+        assert r.refusals('subgoal_refused') == len(before)
+        for sequence, epoch in ((1, 0), (2, now)):
+            publisher.publish(Subgoal(tokens=[5], sequence=sequence, epoch=epoch))
+            wait_until(lambda n=sequence: r.executor.engine.slot.requested == n, 'it in the slot')
 
 
 def test_a_subgoal_may_give_rows_in_the_place_of_tokens(tmp_path: Path) -> None:
