@@ -13,6 +13,8 @@ from dataclasses import replace
 import json
 import os
 from pathlib import Path
+import re
+import sys
 from typing import Any
 from typing import get_type_hints
 from typing import TypeVar
@@ -41,6 +43,7 @@ def read_yaml(
         if not path.is_file():
             raise ConfigError(
                 f'{what} {str(path)!r:.200} is neither a file nor one of {sorted(named)}'
+                + shipped_files(what)
             )
         record = yaml.safe_load(path.read_text(encoding='utf-8'))
     except OSError as error:
@@ -60,6 +63,29 @@ def read_yaml(
             value = os.path.expanduser(value)
             record[key] = str(path.parent / value) if _lies_beside(value, path.parent) else value
     return record
+
+
+def shipped_files(what: str) -> str:
+    """Return in words, to end a refusal with, which configs lie below config/.
+
+    :param what: its first word is the key that such a file has at its top level.
+    """
+    key = re.compile(rf'^{what.split()[0]}: ', re.MULTILINE)
+    found = sorted({
+        str(path.relative_to(folder)) for folder in config_folders()
+        for path in folder.glob('**/*.yaml')
+        if key.search(path.read_text(encoding='utf-8', errors='replace'))
+    })
+    return f'; shipped below config/ are {", ".join(found)}' if found else ''
+
+
+def config_folders() -> list[Path]:
+    """Return where config/ may lie: in the source tree and as installed."""
+    folders = [Path(__file__).resolve().parent.parent / 'config']
+    for prefix in [*os.environ.get('AMENT_PREFIX_PATH', '').split(os.pathsep), sys.prefix]:
+        if prefix:
+            folders.append(Path(prefix) / 'share' / 'flashrt_ros' / 'config')
+    return folders
 
 
 def read_json(path: Path) -> dict[str, Any]:

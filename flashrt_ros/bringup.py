@@ -71,7 +71,8 @@ def start_together(executor: ExecutorNode, planner: PlannerNode) -> bool:
                 Transition.TRANSITION_CONFIGURE):
             executor.get_logger().error(
                 f'{node.get_fully_qualified_name()} could not be configured, so nothing was '
-                'activated; configure and activate both by their lifecycle services')
+                'activated; when that is put right, ros2 lifecycle set NODE configure for each '
+                'that is unconfigured, then activate for both')
             return False
     return all([node.transition(Transition.TRANSITION_ACTIVATE) for node in (executor, planner)])
 

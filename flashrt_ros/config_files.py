@@ -7,11 +7,11 @@ import itertools
 import os
 from pathlib import Path
 import re
-import sys
 from typing import Any
 
 import yaml
 
+from flashrt_core.config_files import config_folders
 from flashrt_core.errors import ConfigError
 
 
@@ -20,7 +20,7 @@ def config_path(name: str) -> Path:
 
     :raises ConfigError: when it is in neither place; says which files there are.
     """
-    candidates = [folder / name for folder in _folders()]
+    candidates = [folder / name for folder in config_folders()]
     for candidate in candidates:
         if os.path.isfile(candidate):  # a name that is too long for a path is no file either
             return candidate
@@ -40,7 +40,7 @@ def expanded(name: str) -> Path:
 def here_or_below_config(name: str) -> str:
     """Return the path of a file that is named as such or below config/, else the name itself."""
     path = expanded(name)
-    candidates = [path, *(folder / name for folder in _folders() if not path.is_absolute())]
+    candidates = [path, *(folder / name for folder in config_folders() if not path.is_absolute())]
     return next((str(file) for file in candidates if os.path.isfile(file)), name)
 
 
@@ -53,10 +53,11 @@ def find_embodiment(name: str) -> Path:
     if os.path.isfile(path):
         return path
     if name and not path.is_absolute():
-        for folder in _folders():
+        for folder in config_folders():
             if os.path.isfile(folder / name):
                 return folder / name
-    shipped = sorted({f.name for folder in _folders() for f in folder.glob('embodiments/*.yaml')})
+    shipped = sorted({file.name for folder in config_folders()
+                      for file in folder.glob('embodiments/*.yaml')})
     close = difflib.get_close_matches(path.name, shipped, n=1)
     raise ConfigError(
         f'embodiment is {name!r:.200}, which is no file here nor below config/; give a path, or '
@@ -128,11 +129,3 @@ def _pattern(section: str) -> re.Pattern[str]:
     parts = {'**': '(?:/[^/]+)*', '*': '/[^/]+'}
     return re.compile(''.join(
         parts.get(part, f'/{re.escape(part)}') for part in section.strip('/').split('/')))
-
-
-def _folders() -> list[Path]:
-    folders = [Path(__file__).resolve().parent.parent / 'config']
-    for prefix in [*os.environ.get('AMENT_PREFIX_PATH', '').split(os.pathsep), sys.prefix]:
-        if prefix:
-            folders.append(Path(prefix) / 'share' / 'flashrt_ros' / 'config')
-    return folders

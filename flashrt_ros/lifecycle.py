@@ -138,15 +138,24 @@ class SafeLifecycleNode(LifecycleNode):
             function()
         except Exception as error:
             # A named refusal says what to correct; where it was raised would only hide that.
-            code, more = type(error).__name__, traceback.format_exc()
+            code, trace = type(error).__name__, f'\n{traceback.format_exc()}'
             if isinstance(error, FlashrtError):
-                code, more = error.code, 'unconfigured now: configure again, or start anew'
+                code, trace = error.code, ''
             self.last_transition_error = f'{what} failed [{code}]: {error}'
-            self.get_logger().error(f'{self.last_transition_error}\n{more}')
+            self.get_logger().error(
+                f'{self.last_transition_error}{trace}\n{self._how_to_go_on(what)}')
             return TransitionCallbackReturn.ERROR
         if what != 'error processing':
             self.last_transition_error = ''
         return TransitionCallbackReturn.SUCCESS
+
+    def _how_to_go_on(self, what: str) -> str:
+        name = self.get_fully_qualified_name()
+        if what in ('shutdown', 'error processing'):
+            return 'start the node anew'
+        return (f'unconfigured now; put right what it names. A parameter that is not read-only: '
+                f'ros2 param set {name} NAME VALUE. Then ros2 lifecycle set {name} configure, and '
+                'activate. A read-only parameter: start the node anew with another value')
 
     def _transition_locked(self, transition_id: int) -> bool:
         try:

@@ -157,7 +157,7 @@ def test_an_exception_in_configure_shows_its_traceback_and_the_node_lives(
 def test_a_wrong_policy_config_is_told_in_a_sentence_and_the_node_lives(
         group: ProcessGroup, watcher: Watcher) -> None:
     process = group.start('executor', params={**ROBOT, 'policy_config': 'no-such-config'})
-    group.wait_for(lambda: 'configure again' in process.log(), 40, 'the refusal')
+    group.wait_for(lambda: 'unconfigured now' in process.log(), 40, 'the refusal')
     assert 'no-such-config' in process.log() and 'config_invalid' in process.log()
     assert 'Traceback' not in process.log()
     assert watcher.call(Reset, '/executor/reset').code == 'wrong_state'
@@ -223,7 +223,7 @@ def test_resets_from_another_process_are_followed_by_chunks_of_their_epoch_only(
         replies.append((replied, reply.epoch))
         if i % 2 == 0:
             group.wait_for(lambda e=reply.epoch: chunks and chunks[-1].epoch == e, 30, 'a chunk')
-    assert [epoch for _, epoch in replies] == list(range(1, count + 1))
+    assert [epoch for _, epoch in replies] == list(range(2, count + 2))
     stamped = [(c.header.stamp.sec * 10**9 + c.header.stamp.nanosec, c.epoch) for c in chunks]
     for replied, epoch in replies:
         assert all(e >= epoch for at, e in stamped if at > replied)

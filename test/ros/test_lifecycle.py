@@ -90,6 +90,8 @@ def test_an_exception_in_configure_is_shown_traced_unless_named_and_runs_the_tea
     written = ''.join(capfd.readouterr())
     assert 'parameter x is 3; give 4' in written
     assert ('Traceback' in written) is traced and code in written
+    assert 'ros2 param set /recorder NAME VALUE' in written and 'start the node anew' in written
+    assert 'ros2 lifecycle set /recorder configure, and activate' in written
     assert 'parameter x is 3' in node.last_transition_error
     node.fail = None
     assert ask(Transition.TRANSITION_CONFIGURE) is True

@@ -55,7 +55,7 @@ def test_without_a_checkpoint_it_says_what_to_download_and_lives(group: ProcessG
     process = group.start('executor', params={
         'policy': 'pi05', 'policy_config': '', 'checkpoint': '', 'device': 'cpu',
         'embodiment': 'embodiments/so101.yaml', 'fit_to_robot': True})
-    group.wait_for(lambda: 'configure again' in process.log(), 60, 'the refusal')
+    group.wait_for(lambda: 'unconfigured now' in process.log(), 60, 'the refusal')
     log = process.log()
     assert 'hf download lerobot/pi05_base' in log and 'check the licence' in log
     assert 'memory: ' not in log and 'Traceback' not in log and process.running
@@ -68,7 +68,7 @@ def test_a_size_that_does_not_fit_is_refused_with_its_figures_before_loading(
     huge.write_text('base: tiny\nvocab: 40000000000\n')
     process = group.start('executor', params={
         'policy_config': str(huge), 'checkpoint': 'random', 'device': 'cpu'})
-    group.wait_for(lambda: 'configure again' in process.log(), 60, 'the refusal')
+    group.wait_for(lambda: 'unconfigured now' in process.log(), 60, 'the refusal')
     assert re.search(r'\d+\.\d\d GiB do not fit, nothing was loaded', process.log())
     assert 'loading took' not in process.log()
     assert process.running

@@ -17,6 +17,7 @@ import torch
 from flashrt_core.capsule import config_fields
 from flashrt_core.config_files import override
 from flashrt_core.config_files import read_yaml
+from flashrt_core.config_files import shipped_files
 from flashrt_core.errors import ConfigError
 from flashrt_core.planners.llama.gguf import GgufReader
 from flashrt_core.planners.llama.gguf import open_gguf
@@ -155,7 +156,7 @@ def _base(name: Any) -> tuple[LlamaConfig, Settings]:
     else:
         raise ConfigError(
             f'planner {text!r:.200} is none of {", ".join(NAMED)}, no .gguf file and no folder '
-            'with a config.json; give one of these, or a YAML file'
+            f'with a config.json; give one of these, or a YAML file{shipped_files("planner")}'
         )
     c = replace(c, weights=text, context=min(c.context, CONTEXT))
     if not c.tokenizer:

@@ -221,7 +221,7 @@ def load_config(
     if planner != 'qwen3_5':
         raise ConfigError(f"planner is {planner!r}, this config is read by 'qwen3_5'")
     if not isinstance(base, str) or base not in NAMED:
-        raise ConfigError(f'base {base!r} is unknown; choose from {sorted(NAMED)}')
+        raise ConfigError(f'base {base!r:.200} is unknown; choose from {sorted(NAMED)}')
     c, s = NAMED[base]
     running = {f.name for f in fields(Settings)}
     return (

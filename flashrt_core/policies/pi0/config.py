@@ -17,6 +17,7 @@ import torch
 
 from flashrt_core.config_files import override
 from flashrt_core.config_files import read_yaml
+from flashrt_core.config_files import shipped_files
 from flashrt_core.errors import ConfigError
 from flashrt_core.nn import GemmaDims
 from flashrt_core.nn import SiglipDims
@@ -430,7 +431,8 @@ def load_config(source: str | Path | Mapping[str, Any] | Pi0Config) -> Pi0Config
     elif isinstance(base, str) and base in NAMED:
         start = NAMED[base]
     else:
-        raise ConfigError(f'base {base!r} is unknown; choose from {sorted(NAMED)}')
+        raise ConfigError(f'policy config or base {base!r:.200} is unknown; choose from '
+                          f'{sorted(NAMED)}{shipped_files("policy")}')
     config: Pi0Config = override(start, record)
     if policy not in (None, config.family):
         raise ConfigError(
