@@ -140,6 +140,11 @@ def _summary(header: Header) -> dict[str, Any]:
     }
 
 
+def _sizes(header: Header) -> str:
+    """Return both sizes in words; the file has padding to whole pages and a header besides."""
+    return f'{header.info.size_bytes:,} bytes of state, {header.file_bytes:,} in the file'
+
+
 def _ls(options: argparse.Namespace) -> Answer:
     found, bad, lines = [], [], []
     if options.directory.is_file():
@@ -158,7 +163,7 @@ def _ls(options: argparse.Namespace) -> Answer:
         found.append(item)
         name = files.file_name(item['session'], item['id'])[: -len(files.SUFFIX)]
         lines.append(
-            f'{name:<32} {item["size_bytes"]:>14,} bytes  at {item["position"]:<8} '
+            f'{name:<32} {_sizes(header):<50}  at {item["position"]:<8} '
             f'{item["created"][:19]}  layout {item["layout_digest"][:12]}  {item["label"]}'
         )
     return (DIFFERENT if bad else SAME), {'capsules': found, 'refused': bad}, lines or ['empty']
@@ -250,8 +255,11 @@ def _verify(options: argparse.Namespace) -> Answer:
         try:
             with _open(path) as (fd, header):
                 count = sum(len(data) for _, data in files.stream(fd, header))
-            results.append({'file': str(path), 'ok': True, 'bytes': count})
-            lines.append(f'{path}: ok, {count:,} bytes in {len(header.digests)} groups')
+            results.append({
+                'file': str(path), 'ok': True, 'bytes': count,
+                'size_bytes': header.info.size_bytes, 'file_bytes': header.file_bytes,
+            })
+            lines.append(f'{path}: ok, {_sizes(header)}, {len(header.digests)} groups checked')
         except FlashrtError as error:
             results.append({
                 'file': str(path), 'ok': False, 'error': error.code, 'message': str(error)
@@ -300,4 +308,4 @@ def _carry(source: Path, directory: Path, name: str | None, force: bool) -> Answ
         finally:
             os.close(into)
     value = {**_summary(header), 'file': str(directory / target)}
-    return SAME, value, [f'{directory / target}: {header.file_bytes:,} bytes, all digests checked']
+    return SAME, value, [f'{directory / target}: {_sizes(header)}, all digests checked']

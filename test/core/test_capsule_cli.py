@@ -69,6 +69,20 @@ def test_show_names_lineage_identity_and_buffers(
     assert shown['extents'] == {'kv.0': 12, 'kv.1': 12}
 
 
+def test_the_size_of_the_state_and_of_the_file_are_told_apart_and_alike_by_all(
+        folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = folder / 'a.capsule'
+    [item] = [item for item in json.loads(run(capsys, 'ls', folder, '--json')[1])['capsules']
+              if item['id'] == 'a']
+    whole = file.stat().st_size
+    assert item['file_bytes'] == whole > item['size_bytes']
+    words = f'{item["size_bytes"]:,} bytes of state, {whole:,} in the file'
+    for command in (('ls', folder), ('verify', file), ('export', folder, 'a', tmp_path / 'x')):
+        assert words in run(capsys, *command)[1], command
+    [result] = json.loads(run(capsys, 'verify', file, '--json')[1])['files']
+    assert (result['size_bytes'], result['file_bytes']) == (item['size_bytes'], whole)
+
+
 def test_diff_names_the_buffers_and_how_many_bytes(
         folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, 'diff', folder / 'a.capsule', folder / 'b.capsule')
