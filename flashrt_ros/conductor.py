@@ -433,13 +433,14 @@ class Conductor:
         what = f'joint states and images stamped {stamp_ns / 1e9:.3f} s or later'
         return self.wait(complete, timeout_s, what)
 
-    def image(self, view: str) -> NDArray[np.uint8] | None:
-        """Newest image of a view as RGB uint8 ``[height, width, 3]``, or None."""
+    def image(self, view: str) -> tuple[int, NDArray[np.uint8]] | None:
+        """Newest image of a view, or None: its stamp in ns, RGB uint8 ``[height, width, 3]``."""
         message = self._images.get(view)
         if message is None or message.encoding != 'rgb8':
             return None
         rows = np.frombuffer(message.data, dtype=np.uint8).reshape(message.height, message.step)
-        return rows[:, : 3 * message.width].reshape(message.height, message.width, 3)
+        picture = rows[:, : 3 * message.width].reshape(message.height, message.width, 3)
+        return to_ns(message.header.stamp), picture
 
     def wait_a_moment(self, seconds: float) -> None:
         """Let time pass; notices a dead child."""

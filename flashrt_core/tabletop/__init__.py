@@ -9,6 +9,7 @@ from flashrt_core.tabletop.commands import CommandPlayer
 from flashrt_core.tabletop.commands import read_points
 from flashrt_core.tabletop.filmstrip import draw_filmstrip
 from flashrt_core.tabletop.filmstrip import encode_png
+from flashrt_core.tabletop.filmstrip import frames_shown
 from flashrt_core.tabletop.filmstrip import write_filmstrip
 from flashrt_core.tabletop.kinematics import forward
 from flashrt_core.tabletop.kinematics import HOME
@@ -44,6 +45,7 @@ __all__ = [
     'expert_action',
     'format_task',
     'forward',
+    'frames_shown',
     'goal_reached',
     'inverse',
     'parse_task',

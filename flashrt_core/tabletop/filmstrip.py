@@ -34,6 +34,7 @@ def draw_filmstrip(
 
     :param states: in time order; ``frames`` of them are taken, the first and the last always.
     :param captions: one per state, below its column; by default its time, one step being 20 ms.
+        Empty: none, and no room for them.
     :raises ParameterInvalid: no states, no views, or captions that are not one per state.
     """
     if not states or not views or frames < 1:
@@ -41,14 +42,14 @@ def draw_filmstrip(
             f'film strip of {len(states)} states, {len(views)} views, {frames} frames; '
             f'give at least one of each'
         )
-    if captions is not None and len(captions) != len(states):
+    if captions and len(captions) != len(states):
         raise ParameterInvalid(
             f'{len(captions)} captions for {len(states)} states; give one for each, or none'
         )
-    count = min(frames, len(states))
-    chosen = np.rint(np.linspace(0, len(states) - 1, count)).astype(int).tolist()
-    height = len(views) * (size + _GAP) + _CAPTION + _GAP
-    width = count * (size + _GAP) + _GAP
+    chosen = frames_shown(len(states), frames)
+    captioned = captions is None or len(captions) > 0
+    height = len(views) * (size + _GAP) + _GAP + (_CAPTION if captioned else 0)
+    width = len(chosen) * (size + _GAP) + _GAP
     strip = np.full((height, width, 3), _PAPER, np.uint8)
     for column, index in enumerate(chosen):
         left = _GAP + column * (size + _GAP)
@@ -56,9 +57,15 @@ def draw_filmstrip(
             top = _GAP + row * (size + _GAP)
             strip[top : top + size, left : left + size] = render_state(states[index], view, size)
             cv2.rectangle(strip, (left - 1, top - 1), (left + size, top + size), _FRAME, 1)
-        text = f'{states[index].step * CONTROL_PERIOD_S:.2f} s'
-        _write_text(strip, text if captions is None else captions[index], left, height, size)
+        if captioned:
+            text = f'{states[index].step * CONTROL_PERIOD_S:.2f} s'
+            _write_text(strip, captions[index] if captions else text, left, height, size)
     return strip
+
+
+def frames_shown(states: int, frames: int) -> list[int]:
+    """Return which of ``states`` states a strip of ``frames`` frames shows, in order."""
+    return np.rint(np.linspace(0, states - 1, min(frames, states))).astype(int).tolist()
 
 
 def write_filmstrip(path: Path, strip: NDArray[np.uint8]) -> None:
@@ -71,7 +78,9 @@ def write_filmstrip(path: Path, strip: NDArray[np.uint8]) -> None:
 
 def encode_png(image: NDArray[np.uint8]) -> bytes:
     """Return an RGB image ``[height, width, 3]`` as the bytes of a PNG file."""
-    done, data = cv2.imencode('.png', cv2.cvtColor(image, cv2.COLOR_RGB2BGR))
+    # The smallest file: drawn pictures take a third of what the default level makes of them.
+    done, data = cv2.imencode('.png', cv2.cvtColor(image, cv2.COLOR_RGB2BGR),
+                              [cv2.IMWRITE_PNG_COMPRESSION, 9])
     if not done:
         raise OSError(f'OpenCV could not write an image of shape {image.shape} as PNG')
     return data.tobytes()

@@ -8,7 +8,9 @@ from typing import Any
 
 from flashrt_core.config_files import read_yaml
 from flashrt_core.tabletop.models import trained
+from flashrt_ros.config_files import find_embodiment
 from flashrt_ros.config_files import here_or_below_config
+from flashrt_ros.embodiment import load_embodiment
 
 UNTRAINED_POLICY, UNTRAINED_PLANNER = 'tiny', 'planner_bytes/planner.yaml'
 MOST_BRANCHES = 4
@@ -58,6 +60,11 @@ class Brain:
         kind = 'trained' if self.policy_trained else 'untrained'
         return {'policy_config': self.policy_config,
                 'embodiment': f'embodiments/tabletop_{kind}.yaml'}
+
+    def units(self) -> dict[str, str]:
+        """Unit of each joint's target by the joint's name: rad, m or ratio."""
+        robot = load_embodiment(find_embodiment(str(self.executor()['embodiment'])))
+        return {joint.name: joint.unit for joint in robot.joints}
 
     def planner(self) -> dict[str, object]:
         """Parameters of the planner."""

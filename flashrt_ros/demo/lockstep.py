@@ -12,9 +12,11 @@ import hashlib
 
 import numpy as np
 
+from flashrt_core.tabletop import CONTROL_PERIOD_S
 from flashrt_core.tabletop import draw_filmstrip
 from flashrt_core.tabletop import encode_png
 from flashrt_core.tabletop import Expert
+from flashrt_core.tabletop import frames_shown
 from flashrt_core.tabletop import Goal
 from flashrt_core.tabletop import goal_reached
 from flashrt_core.tabletop import parse_task
@@ -112,8 +114,11 @@ class LockStep:
         self._find_latches()
         episode.ended_s = self.terminal.seconds
         episode.solved = task_solved(self.asked, self.states[-1])
-        strip = draw_filmstrip(self.states, frames=STRIP_FRAMES, size=STRIP_SIZE_PX)
+        strip = draw_filmstrip(
+            self.states, frames=STRIP_FRAMES, size=STRIP_SIZE_PX, captions=())
         episode.strip_png = encode_png(strip)
+        episode.frame_times_s = [self.states[i].step * CONTROL_PERIOD_S
+                                 for i in frames_shown(len(self.states), STRIP_FRAMES)]
         words = ['solved' if episode.solved else 'NOT solved']
         if text:
             words.append(text)

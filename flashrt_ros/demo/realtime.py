@@ -39,14 +39,14 @@ PLANNED_SHARE = 0.45  # of the time that the plan has for itself before the inte
 INTERRUPT_GAP_S = 0.6
 # Name in the report, key in the executor's diagnostics.
 WANTED = (
-    ('step late by p50, ms', 'lateness_p50_ms'),
-    ('step late by p99, ms', 'lateness_p99_ms'),
+    ('step late by, median, ms', 'lateness_p50_ms'),
+    ('step late by, p99, ms', 'lateness_p99_ms'),
     ('steps late', 'late'),
     ('steps missed', 'missed'),
-    ('inference p50, us', 'inference_p50_us'),
-    ('inference p99, us', 'inference_p99_us'),
-    ('interrupt to tick p50, us', 'interrupt_to_tick_p50_us'),
-    ('interrupt to chunk p50, us', 'interrupt_to_chunk_p50_us'),
+    ('inference, median, µs', 'inference_p50_us'),
+    ('inference, p99, µs', 'inference_p99_us'),
+    ('interrupt to tick, median, µs', 'interrupt_to_tick_p50_us'),
+    ('interrupt to chunk, median, µs', 'interrupt_to_chunk_p50_us'),
 )
 
 
@@ -100,11 +100,11 @@ class RealTimeEpisode:
         self._planner = conductor.planner
         self._seconds = seconds
         self._arrivals: list[int] = []  # of commands, steady
-        self._frames: list[NDArray[np.uint8]] = []
+        self._frames: list[tuple[int, NDArray[np.uint8]]] = []  # with their stamps, ns
         self._samples = RealTime(PERIOD_MS)
         self._diagnostics = Diagnostics(conductor)
         self._episode: Episode
-        self._began = 0.0
+        self._began, self._began_ns = 0.0, 0  # by the steady clock, and by that of the stamps
 
     def play(self, seed: int) -> None:
         """Reset mind and world, give an instruction, interrupt what comes of it."""
@@ -118,8 +118,10 @@ class RealTimeEpisode:
         epoch = self._reset(seed)
         conductor.on_command = self._arrive
         self._began = time.monotonic()
+        self._began_ns = conductor.node.get_clock().now().nanoseconds
         goals = (*world.goals, Goal('home'))
         self._episode.task = format_task(goals)
+        self._episode.marks.append((0.0, f'“{self._episode.task}”'))
         scene = str(describe(world.snapshot()))
         call = self._planner.plan(self._episode.task, scene=scene)
         made = PlanMade(len(self._run.episodes), self._episode.task, scene, 0.0)
@@ -156,11 +158,16 @@ class RealTimeEpisode:
         """Let time pass; keep a picture now and then."""
         while (elapsed := time.monotonic() - self._began) < end_s:
             due = self._seconds * len(self._frames) / (STRIP_FRAMES - 1)
-            if elapsed >= due and (image := self._conductor.image('top')) is not None:
-                self._frames.append(image)
+            if elapsed >= due:
+                self._keep_picture()
             self._conductor.wait_a_moment(min(0.05, end_s - elapsed))
             self._terminal.progress(int(elapsed * 10), int(self._seconds * 10),
                                     f'{len(self._arrivals)} commands')
+
+    def _keep_picture(self) -> None:
+        image = self._conductor.image('top')
+        if image is not None and image[0] >= self._began_ns:
+            self._frames.append(image)
 
     def _interrupt(self, text: str) -> None:
         """Give a subgoal priority; wait for its first chunk and the first command after that."""
@@ -180,13 +187,12 @@ class RealTimeEpisode:
     def _end(self, epoch: int) -> None:
         conductor, samples, episode = self._conductor, self._samples, self._episode
         heard = conductor.heard
-        if (image := conductor.image('top')) is not None:
-            self._frames.append(image)
+        self._keep_picture()
         samples.seconds = time.monotonic() - self._began
         samples.arrival_gap_ms = gaps_ms(self._arrivals)
         chunks, events = list(heard.chunks), list(heard.events)
         samples.latency_ms = pair_latencies_ms(chunks, list(heard.inputs))
-        episode.subgoals = subgoals_of(events, chunks, samples.seconds)
+        episode.subgoals = subgoals_of(events, chunks, self._began_ns, samples.seconds)
         samples.latch_ms = [(item.latched - item.written) * 1e3 for item in episode.subgoals
                             if item.latched is not None]
         for name, key in WANTED:
@@ -197,7 +203,8 @@ class RealTimeEpisode:
         episode.ticks, episode.steps = len(chunks), len(self._arrivals)
         episode.epochs, episode.ended_s = [epoch], self._terminal.seconds
         if self._frames:
-            episode.strip_png = encode_png(camera_strip(self._frames))
+            episode.strip_png = encode_png(camera_strip([image for _, image in self._frames]))
+            episode.frame_times_s = [(at - self._began_ns) / 1e9 for at, _ in self._frames]
         planned = [item.outcome for item in episode.subgoals if not item.interrupt]
         self._terminal.done(
             f'{planned.count("done")} of {len(planned)} planned subgoals done, '
@@ -207,12 +214,15 @@ class RealTimeEpisode:
             self._run.failures.append('real-time episode: no command was published')
 
 
-def subgoals_of(events: list[Event], chunks: list[ActionChunk], seconds: float) -> list[Subgoal]:
-    """Return when each subgoal was written and latched, seconds since the first of them."""
+def subgoals_of(events: list[Event], chunks: list[ActionChunk], start: int, seconds: float
+                ) -> list[Subgoal]:
+    """Return when each subgoal was written and latched, in seconds of an episode.
+
+    :param start: of the episode, ns by the clock of the stamps; ``seconds``: how long it was.
+    """
     told = [(event, json.loads(event.detail)) for event in events if event.kind == 'subgoal']
     if not told:
         return []
-    start = to_ns(told[0][0].header.stamp)
     found = []
     for event, detail in told:
         item = Subgoal(int(detail['sequence']), detail['text'],

@@ -98,6 +98,7 @@ class Episode:
     subgoals: list[Subgoal] = field(default_factory=list)
     marks: list[tuple[float, str]] = field(default_factory=list)  # place, what happened there
     note: str = ''
+    frame_times_s: list[float] = field(default_factory=list)  # of the strip, since the begin
     strip_png: bytes = b''
 
     @property
@@ -151,6 +152,7 @@ class ForkResult:
     distinct: int  # different chunks among the branches
     chunks: list[list[list[float]]] = field(default_factory=list)  # [branch][step][joint]
     joint_names: list[str] = field(default_factory=list)
+    units: list[str] = field(default_factory=list)  # of the joints: rad, m or ratio
 
 
 @dataclass
@@ -174,6 +176,16 @@ class RealTime:
     latch_ms: list[float] = field(default_factory=list)  # subgoal written to chunk in play
     interrupts: list[Interrupt] = field(default_factory=list)
     counters: dict[str, float] = field(default_factory=dict)
+
+    def latencies(self) -> list[tuple[str, list[float]]]:
+        """Return name and samples, in milliseconds, of all that was waited for."""
+        return [
+            ('image stamp to chunk', self.latency_ms),
+            ('subgoal written to its first chunk', self.latch_ms),
+            ('interrupt: call to reply', [i.to_reply_ms for i in self.interrupts]),
+            ('interrupt: call to first command of the new goal',
+             [i.to_command_ms for i in self.interrupts]),
+        ]
 
 
 @dataclass

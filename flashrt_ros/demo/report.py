@@ -14,6 +14,8 @@ from flashrt_ros.demo.record import Episode
 from flashrt_ros.demo.record import percentile
 from flashrt_ros.demo.record import Run
 
+_STEP = f'{1e3 * CONTROL_PERIOD_S:.0f} ms'
+_SAMPLES_OF_P99 = 100  # that it takes before p99 is another one than the largest
 _STYLE = (Path(__file__).parent / 'report.css').read_text()
 
 
@@ -44,12 +46,12 @@ def render(run: Run) -> str:
     )
 
 
-def _img(png: bytes, alt: str) -> str:
-    data = base64.b64encode(png).decode('ascii')
-    return f'<img alt="{html.escape(alt)}" src="data:image/png;base64,{data}">'
+def _img(picture: bytes, alt: str, kind: str = 'svg+xml') -> str:
+    data = base64.b64encode(picture).decode('ascii')
+    return f'<img alt="{html.escape(alt)}" src="data:image/{kind};base64,{data}">'
 
 
-def _table(header: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
+def _table(header: Iterable[str], rows: Iterable[Iterable[object]], kind: str = '') -> str:
     """Build a table; a header that begins with '>' makes a right-aligned column."""
     names = list(header)
     classes = [' class="n"' if name.startswith('>') else '' for name in names]
@@ -60,7 +62,12 @@ def _table(header: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
             f'<td{c}>{html.escape(str(v))}</td>' for v, c in zip(row, classes, strict=True)
         )
         lines.append(f'<tr>{cells}</tr>')
-    return f'<table><tr>{head}</tr>{"".join(lines)}</table>'
+    return _scroll(f'<table class="{kind}"><tr>{head}</tr>{"".join(lines)}</table>')
+
+
+def _scroll(table: str) -> str:
+    """Let a table that is wider than the window scroll by itself."""
+    return f'<div class="scroll">{table}</div>'
 
 
 def _head(run: Run) -> str:
@@ -93,7 +100,8 @@ def _cards(run: Run) -> str:
     cards = []
     resets = [c.restore_us for c in run.verbs if c.verb == 'reset' and c.restore_us > 0]
     if resets:
-        cards.append(_card(f'{percentile(resets, 50):.0f} µs', 'restore of an episode reset, p50'))
+        cards.append(_card(f'{percentile(resets, 50):.0f} µs',
+                           'restore of an episode reset, median'))
     proofs = [*run.comparisons, *run.proofs]
     if proofs:
         equal = sum(p.equal for p in proofs)
@@ -109,16 +117,17 @@ def _cards(run: Run) -> str:
         wall = sum(e.ended_s - e.began_s for e in ended)
         if wall > 0:
             cards.append(_card(f'{steps * CONTROL_PERIOD_S / wall:.1f}x',
-                               'real-time factor in lock-step'))
+                               'of real time in lock-step, plans and verbs included'))
     firsts = [p.ttft_us / 1e3 for p in run.plans if p.ttft_us]
     if firsts:
-        cards.append(_card(f'{percentile(firsts, 50):.1f} ms', 'restore to first token, p50'))
+        cards.append(_card(f'{percentile(firsts, 50):.1f} ms',
+                           'a plan, restore to first token, median'))
     if run.real_time and run.real_time.arrival_gap_ms:
         late = [abs(g - run.real_time.period_ms) for g in run.real_time.arrival_gap_ms]
         cards.append(_card(f'{percentile(late, 99):.2f} ms', 'jitter of commands, p99'))
     if run.real_time and run.real_time.interrupts:
         value = percentile([i.to_command_ms for i in run.real_time.interrupts], 50)
-        cards.append(_card(f'{value:.0f} ms', 'interrupt to first command, p50'))
+        cards.append(_card(f'{value:.0f} ms', 'interrupt to first command, median'))
     return f'<div class="cards">{"".join(cards)}</div>'
 
 
@@ -138,23 +147,38 @@ def _episodes(run: Run) -> str:
         if episode.ticks:
             detail += f', {episode.ticks} ticks'
         if not live and episode.ended_s > episode.began_s:
-            detail += f', {episode.real_time_factor:.1f}x real time with all plans and verbs'
+            plans = ' with all plans and verbs' if episode.driver == 'policy' else ''
+            detail += f', {episode.real_time_factor:.1f}x real time{plans}'
         if episode.epochs:
-            detail += f', epochs {", ".join(map(str, episode.epochs))}'
+            several = 's' if len(episode.epochs) > 1 else ''
+            detail += f', epoch{several} {", ".join(map(str, episode.epochs))}'
         length = run.real_time.seconds if live and run.real_time else float(episode.steps)
-        lines = timeline.subgoal_svg(episode, length, 's' if live else 'steps')
-        picture = _img(episode.strip_png, episode.title) if episode.strip_png else ''
+        lines = timeline.subgoal_svg(episode, length, 'seconds' if live else f'steps of {_STEP}')
         note = f' &middot; {html.escape(episode.note)}' if episode.note else ''
         figures.append(
             f'<figure><figcaption><b>{html.escape(episode.title)}</b>'
             f'&ldquo;{html.escape(episode.task)}&rdquo;{tags}<br><span class="sub">'
-            f'{html.escape(detail)}{note}</span></figcaption>{picture}{lines}</figure>'
+            f'{html.escape(detail)}{note}</span></figcaption>'
+            f'{_strip(episode, live)}{lines}</figure>'
         )
     return (
-        '<h2>Episodes</h2><p>Film strips run from the first to the last step. Below each: every '
-        'subgoal from where it was written into the slot, by the planner or as an interrupt '
-        '(red), to the tick that latched it, to its end.</p>'
+        f'<h2>Episodes</h2><p>Film strips run from the first to the last step; a step is {_STEP} '
+        "of the robot's time. Below each: every subgoal from where it was written into the slot "
+        'to the tick that latched it, to its end. A tick is one inference of the policy; an epoch '
+        'begins whenever its mind is restored, by a reset or a rollback.</p>'
         + timeline.legend() + ''.join(figures))
+
+
+def _strip(episode: Episode, live: bool) -> str:
+    """Show the film strip, and below each frame when it was."""
+    if not episode.strip_png:
+        return ''
+    times = ''.join(
+        f'<span>{at:.2f} s</span>' if live
+        else f'<span>step {at / CONTROL_PERIOD_S:.0f}, {at:.2f} s</span>'
+        for at in episode.frame_times_s)
+    picture = _img(episode.strip_png, f'{episode.title}: film strip', 'png')
+    return f'{picture}<div class="times">{times}</div>'
 
 
 def _comparisons(run: Run) -> str:
@@ -163,7 +187,7 @@ def _comparisons(run: Run) -> str:
     parts = [
         '<h2>Reset by a capsule, and the same again</h2><p>The mind is put back by restoring C0, '
         'the world by its seed, then the same is asked at the same steps. The digests cover every '
-        'bit of all that went in and came out.</p>']
+        'bit of all that went in and came out (BLAKE2b; the first half of each is shown).</p>']
     for found in run.comparisons:
         parts.append(_table(
             (f'{found.first} / {found.again}', '>count', 'first', 'again', 'equal'),
@@ -180,19 +204,22 @@ def _rollbacks(run: Run) -> str:
     parts = [
         '<h2>A failed grasp: rollback, best of N, try again</h2><p>The mind goes back to a '
         'capsule taken before the grasp; the world stays as the slip has left it. Candidates '
-        'of one observation, each with its own noise; the medoid is played. Rolled back '
-        'twice on the same observation they are the same bits.</p>'
+        'of one observation, each with its own noise; the medoid is played, the one whose mean '
+        'distance to the others is least. Rolled back twice on the same observation they are the '
+        'same bits.</p>'
         + _table(('capsule', '>candidates', 'epochs', 'first', 'again', 'equal'), rows)]
     for fork in run.forks:
         parts.append(_table(
-            ('candidate', '>score', ''),
+            ('candidate', '>score: minus the mean distance to the others', ''),
             [(i, f'{score:.4f}', 'played' if i == fork.selected else '')
-             for i, score in enumerate(fork.scores)]))
+             for i, score in enumerate(fork.scores)], 'narrow'))
         if fork.chunks and fork.joint_names:
-            picture = _img(plots.fork_png(fork), 'joint targets of each candidate')
+            picture = _img(plots.fork_svg(fork), 'joint targets of each candidate')
             parts.append(
-                f'<figure>{picture}<figcaption class="sub">joint targets of each candidate, '
-                f'spread {fork.spread:.4f}, {fork.distinct} different</figcaption></figure>')
+                f'<figure>{picture}<figcaption class="sub">The joint targets of each candidate, '
+                f'{fork.distinct} different. A distance is the RMS over all steps and joints of '
+                f'what two of them differ by, each joint in its own unit; the mean of all pairs '
+                f'is {fork.spread:.4f}.</figcaption></figure>')
     return ''.join(parts)
 
 
@@ -204,8 +231,8 @@ def _plans(run: Run) -> str:
          p.prompt_tokens, p.tokens, f'{p.restore_us / 1e3:.2f}', f'{p.append_us / 1e3:.1f}',
          f'{p.ttft_us / 1e3:.1f}', f'{p.tokens_per_s:.0f}' if p.decode_us else '–')
         for p in run.plans]
-    header = ('episode', 'instruction', 'plan', 'end', '>read', '>written', '>restore, ms',
-              '>append, ms', '>first token, ms', '>tokens/s')
+    header = ('episode', 'instruction', 'plan', 'end', '>tokens read', '>tokens written',
+              '>restore, ms', '>append, ms', '>first token, ms', '>tokens/s')
     return (
         '<h2>Plans</h2><p>Each plan restores the pinned context, appends scene and instruction, '
         'and decodes under the grammar. A plan that is interrupted or rolled away ends as '
@@ -216,7 +243,7 @@ def _verbs(run: Run) -> str:
     if not run.verbs:
         return ''
     rows = []
-    for verb in plots.VERB_COLOURS:
+    for verb in plots.VERBS:
         calls = [c for c in run.verbs if c.verb == verb]
         if not calls:
             continue
@@ -225,17 +252,17 @@ def _verbs(run: Run) -> str:
             (
                 verb,
                 len(calls),
-                f'{percentile([c.round_trip_us for c in calls], 50):.0f}',
-                f'{percentile([c.service_us for c in calls], 50):.0f}',
-                f'{percentile(restores, 50):.0f}' if restores else '–',
+                f'{percentile([c.round_trip_us for c in calls], 50):,.0f}',
+                f'{percentile([c.service_us for c in calls], 50):,.0f}',
+                f'{percentile(restores, 50):,.0f}' if restores else '–',
             )
         )
-    header = ('verb', '>calls', '>round trip p50, µs', '>in the node p50, µs', '>copies p50, µs')
+    header = ('verb', '>calls', '>round trip, µs', '>inside the node, µs', '>copies, µs')
     return (
-        '<h2>What the verbs cost</h2><p>The round trip is what a client in another process waits '
-        'for, over DDS; the copies are the restore itself.</p>'
+        '<h2>What the verbs cost</h2><p>Medians of the calls. The round trip is what a client in '
+        'another process waits for, over DDS; the copies are the restore itself.</p>'
         + _table(header, rows)
-        + f'<figure>{_img(plots.verbs_png(run), "cost of each verb")}</figure>'
+        + f'<figure>{_img(plots.verbs_svg(run), "cost of each verb")}</figure>'
     )
 
 
@@ -258,14 +285,18 @@ def _capsules(run: Run) -> str:
                 c.parent or 'root',
                 c.position,
                 f'{c.bytes:,}',
-                f'{taken[c.id].service_us:.0f}' if c.id in taken else '–',
+                f'{taken[c.id].service_us:,.0f}' if c.id in taken else '–',
                 len(restored),
-                f'{percentile(restored, 50):.0f}' if restored else '–',
+                f'{percentile(restored, 50):,.0f}' if restored else '–',
             )
         )
     header = ('of', 'capsule', 'label', 'tier', 'parent', '>position', '>bytes', '>snapshot, µs',
-              '>restored', '>restore p50, µs')  # fmt: skip
-    return '<h2>Capsules held at the end</h2>' + _table(header, rows)
+              '>times restored', '>restore, µs')  # fmt: skip
+    return (
+        '<h2>Capsules held at the end</h2><p>A position counts the ticks of a policy, the tokens '
+        'of a planner that lie behind the capsule; restores are medians. Tier gpu is the memory '
+        f'of the device that computes, here {html.escape(run.device)}.</p>'
+        + _table(header, rows))
 
 
 def _real_time(run: Run) -> str:
@@ -274,28 +305,23 @@ def _real_time(run: Run) -> str:
         return ''
     late = [abs(g - samples.period_ms) for g in samples.arrival_gap_ms]
     rows = []
-    for name, values in (
-        ('jitter of commands (arrival in another process)', late),
-        ('image stamp to chunk', samples.latency_ms),
-        ('subgoal written to its first chunk', samples.latch_ms),
-        ('interrupt: call to reply', [i.to_reply_ms for i in samples.interrupts]),
-        ('interrupt: call to first command of the new goal',
-         [i.to_command_ms for i in samples.interrupts]),
-    ):
+    for name, values in (('jitter of commands (arrival in another process)', late),
+                         *samples.latencies()):
         if values:
-            rows.append(
-                (name, len(values), *(f'{percentile(values, q):.2f}' for q in (50, 99, 100)))
-            )
-    counters = ', '.join(
-        f'{k}: {v:,.0f}' if v >= 100 else f'{k}: {v:.3g}' for k, v in samples.counters.items())
+            tail = f'{percentile(values, 99):.2f}' if len(values) >= _SAMPLES_OF_P99 else '–'
+            rows.append((name, len(values), f'{percentile(values, 50):.2f}', tail,
+                         f'{max(values):.2f}'))
+    counters = [(name, f'{value:,.0f}' if value >= 100 else f'{value:.3g}')
+                for name, value in samples.counters.items()]
+    told = _table(('the executor itself says', '>'), counters, 'narrow') if counters else ''
     return (
         f'<h2>Real-time episode</h2><p>{samples.seconds:.1f} s at '
         f'{1000 / samples.period_ms:.0f} Hz: executor and planner in one process, the robot in '
         'another, on a machine that also runs this demo: figures of this machine today, no '
-        'promise.</p>'
-        + _table(('', '>samples', '>p50, ms', '>p99, ms', '>max, ms'), rows)
-        + f'<figure>{_img(plots.real_time_png(samples), "jitter and latency")}</figure>'
-        + (f'<p class="sub">The executor says: {html.escape(counters)}.</p>' if counters else '')
+        'promise. p99 is what 99 of 100 samples do not exceed; fewer samples have none. Jitter '
+        'is how far a gap between commands is from the period.</p>'
+        + _table(('', '>samples', '>median, ms', '>p99, ms', '>largest, ms'), rows)
+        + f'<figure>{_img(plots.real_time_svg(samples), "jitter and latency")}</figure>' + told
     )
 
 
@@ -312,4 +338,4 @@ def _environment(run: Run) -> str:
         for k, v in rows
         if v
     )
-    return f'<h2>Where and with what</h2><table>{lines}</table>'
+    return '<h2>Where and with what</h2>' + _scroll(f'<table>{lines}</table>')

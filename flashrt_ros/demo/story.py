@@ -106,12 +106,13 @@ class Story:
             found.append((epoch, digest.hexdigest()))
         stage.ticked_by_fork()
         (first, one), (second, two) = found
+        names, units = list(reply.chunks[0].joint_names), stage.brain.units()
         proof = RollbackProof(BEFORE_GRASP, len(chunks), first, second, one, two)
         stage.run.proofs.append(proof)
         stage.run.forks.append(ForkResult(
             BEFORE_GRASP, [float(score) for score in reply.scores], float(reply.spread),
             int(reply.selected), spread_of(chunks), [chunk.tolist() for chunk in chunks],
-            list(reply.chunks[0].joint_names)))
+            names, [units[name] for name in names]))
         stage.note(f'rolled back to {BEFORE_GRASP}, best of {len(chunks)}, '
                    f'{"bit for bit" if proof.equal else "NOT the same"} when rolled back twice')
         if not proof.equal:

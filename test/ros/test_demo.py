@@ -98,6 +98,13 @@ def test_the_report_holds_a_strip_for_each_episode_and_nothing_from_elsewhere(pl
     assert 'http://' not in text and 'https://' not in text
 
 
+def test_the_frames_of_a_strip_have_the_times_of_the_robot(played):
+    for episode in played[2]['episodes']:
+        times = episode['frame_times_s']
+        assert len(times) == 8 and times == sorted(times)
+        assert times[0] == 0 and times[-1] == pytest.approx(episode['steps'] * 0.02)
+
+
 @pytest.mark.slow
 def test_a_real_time_episode_of_untrained_models_leaves_jitter_and_latency(tmp_path):
     out = tmp_path / 'demo'
@@ -105,7 +112,12 @@ def test_a_real_time_episode_of_untrained_models_leaves_jitter_and_latency(tmp_p
                  '--policy-config', 'tiny', '--planner-config', 'planner_bytes/planner.yaml')
     assert done.returncode == 0, done.stdout + done.stderr
     assert 'Untrained, with random weights: policy and planner' in done.stdout
-    samples = json.loads((out / 'run.json').read_text())['real_time']
+    run = json.loads((out / 'run.json').read_text())
+    samples, live = run['real_time'], run['episodes'][-1]
+    times = live['frame_times_s']
+    assert len(times) > 2 and times == sorted(times)
+    assert 0 <= times[0] and 1.5 < times[-1] <= samples['seconds']
+    assert all(0 < s['written'] < samples['seconds'] for s in live['subgoals'])
     assert len(samples['arrival_gap_ms']) > 10
     assert samples['latency_ms'] and min(samples['latency_ms']) > 0
     assert samples['interrupts']

@@ -4,6 +4,7 @@ from dataclasses import replace
 import json
 import math
 import re
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from flashrt_core.tabletop import draw_filmstrip
 from flashrt_core.tabletop import encode_png
 from flashrt_core.tabletop import Expert
 from flashrt_core.tabletop import World
+from flashrt_ros.demo import plots
 from flashrt_ros.demo.record import Capsule
 from flashrt_ros.demo.record import Comparison
 from flashrt_ros.demo.record import Episode
@@ -36,7 +38,13 @@ def _strip() -> bytes:
     for _ in range(40):
         world.step(expert.action())
         states.append(world.snapshot())
-    return encode_png(draw_filmstrip(states, frames=8, size=150))
+    return encode_png(draw_filmstrip(states, frames=8, size=150, captions=()))
+
+
+def _words(svg: bytes) -> list[str]:
+    """Every text of a plot, in the order in which it is drawn."""
+    return [''.join(e.itertext()).replace('−', '-') for e in ElementTree.fromstring(svg).iter()
+            if e.tag.endswith('}text')]
 
 
 @pytest.fixture(scope='module')
@@ -78,6 +86,7 @@ def run() -> Run:
             made.verbs.append(VerbCall('fork', 'mid2', 2, 4, at + 1.2, 21000, 20500))
         at += 3.5
         episode.ended_s = at
+        episode.frame_times_s = [0.0, 0.34, 2.4]
         made.episodes.append(episode)
     expert = Episode('Scripted expert', 'expert', 5, 'put the orange block in the red zone')
     expert.solved, expert.steps, expert.began_s, expert.ended_s = True, 46, at, at + 0.6
@@ -90,7 +99,7 @@ def run() -> Run:
     chunks = (rng.normal(size=(4, 16, 4)).cumsum(axis=1) * 0.1).tolist()
     made.forks.append(
         ForkResult('mid2', [-0.4, -0.2, -0.5, -0.6], 0.31, 1, 4, chunks,
-                   ['shoulder', 'elbow', 'wrist', 'gripper'])
+                   ['shoulder', 'elbow', 'slide', 'gripper'], ['rad', 'rad', 'm', 'ratio'])
     )  # fmt: skip
     made.capsules = [
         Capsule('executor', 'C0', 'episode start', 'gpu', '', 0, 3_145_728, True),
@@ -108,6 +117,11 @@ def run() -> Run:
     return made
 
 
+@pytest.fixture(scope='module')
+def page(run: Run) -> str:
+    return render(run)
+
+
 def test_the_report_is_one_file_that_loads_nothing_from_elsewhere(run, tmp_path):
     path = tmp_path / 'report.html'
     write_report(run, path)
@@ -115,31 +129,88 @@ def test_the_report_is_one_file_that_loads_nothing_from_elsewhere(run, tmp_path)
     assert text.startswith('<!doctype html>')
     assert not re.search(r'(?:src|href)="(?!data:)', text)
     assert 'http://' not in text and 'https://' not in text
-    assert text.count('data:image/png;base64,') == 4 + 3
+    assert text.count('data:image/png;base64,') == 4
+    assert text.count('data:image/svg+xml;base64,') == 3
+    assert '<script' not in text
 
 
-def test_text_from_outside_is_escaped(run):
-    text = render(run)
-    assert 'put the &lt;red&gt; block &amp; go' in text
-    assert '<red>' not in text
+def test_every_frame_of_a_strip_says_when_it_was(run):
+    live = Episode('Real time, 50 Hz', 'policy', 2, 'task', strip_png=b'x',
+                   frame_times_s=[0.02, 1.137])
+    text = render(replace(run, episodes=[run.episodes[0], live], plans=[]))
+    assert re.findall('<div class="times">(.*?)</div>', text) == [
+        '<span>step 0, 0.00 s</span><span>step 17, 0.34 s</span><span>step 120, 2.40 s</span>',
+        '<span>0.02 s</span><span>1.14 s</span>']
 
 
-def test_an_untrained_policy_is_named_so_and_a_trained_one_is_not(run):
-    assert 'Untrained, with random weights: policy.' in render(run)
+def test_each_joint_of_a_fork_has_its_unit_on_its_axis_and_the_played_one_is_named(run):
+    words = _words(plots.fork_svg(run.forks[0]))
+    assert [w for w in words if w.startswith('target')] == [
+        'target, rad', 'target, rad', 'target, m', 'target, 0 to 1']
+    assert words.count('steps of 20 ms') == 4
+    assert words.count('candidate 1, played') == words.count('the other candidates') == 1
+
+
+@pytest.mark.parametrize('selected', [0, 1])
+def test_a_fork_of_few_candidates_has_each_of_them_once_in_its_legend(selected):
+    chunk = [[0.0], [1.0]]
+    two = ForkResult('c', [0.0, 0.0], 0.1, selected, 2, [chunk, chunk], ['slide'], ['m'])
+    one = replace(two, chunks=[chunk], selected=0)
+    words = _words(plots.fork_svg(two))
+    assert words.count(f'candidate {selected}, played') == words.count('the other candidates') == 1
+    assert 'the other candidates' not in _words(plots.fork_svg(one))
+
+
+def test_every_axis_of_the_real_time_plots_has_its_unit(run):
+    words = _words(plots.real_time_svg(run.real_time))
+    for label in ('time in the episode, s', 'gap, ms', 'the period, 20 ms', 'gap minus period, ms',
+                  'commands, log', 'ms', 'a sample', 'median', 'image stamp to chunk',
+                  'interrupt: call to first command of the new goal'):
+        assert words.count(label) == 1, label
+
+
+def test_a_command_that_came_very_late_is_in_the_histogram_too(run):
+    late = replace(run.real_time, arrival_gap_ms=[20.0] * 400 + [520.0])
+    assert '400' in _words(plots.real_time_svg(late))
+
+
+@pytest.mark.parametrize('samples', [
+    RealTime(20.0), RealTime(20.0, 1.0, [20.0]), RealTime(20.0, 1.0, [], [30.0])])
+def test_an_episode_with_hardly_a_sample_is_drawn(samples):
+    assert 'gap, ms' in _words(plots.real_time_svg(samples))
+
+
+def test_the_cost_of_verbs_is_on_an_axis_of_plain_microseconds(run):
+    words = _words(plots.verbs_svg(run))
+    assert 'µs, log' in words and {'50', '1,000', '10,000'} <= set(words)
+    assert words.count('copies of the capsule') == 1
+
+
+def test_a_p99_is_told_only_of_samples_enough_for_one(page):
+    row = r'<td>{}</td><td class="n">{}</td><td class="n">[\d.]+</td><td class="n">{}</td>'
+    assert re.search(row.format('jitter of commands.*?', 400, r'[\d.]+'), page)
+    assert re.search(row.format('image stamp to chunk', 50, '–'), page)
+
+
+def test_text_from_outside_is_escaped(page):
+    assert 'put the &lt;red&gt; block &amp; go' in page
+    assert '<red>' not in page
+
+
+def test_an_untrained_policy_is_named_so_and_a_trained_one_is_not(run, page):
+    assert 'Untrained, with random weights: policy.' in page
     assert 'Untrained' not in render(replace(run, untrained=''))
 
 
-def test_the_report_tells_capsules_with_bytes_and_microseconds(run):
-    text = render(run)
-    assert '3,145,728' in text
+def test_the_report_tells_capsules_with_bytes_and_microseconds(page):
+    assert '3,145,728' in page
     for value in ('mid-episode', 'bit for bit', '2 of 2', 'ROS domain 17', 'torch 2.13.0'):
-        assert value in text, value
+        assert value in page, value
 
 
-def test_the_report_tells_plans_and_interrupts(run):
-    text = render(run)
+def test_the_report_tells_plans_and_interrupts(page):
     for value in ('25.0', '>100<', 'go home', '31 ms', 'oracle'):
-        assert value in text, value
+        assert value in page, value
 
 
 def test_a_proof_needs_candidates_equal_bits_and_a_later_epoch():
@@ -169,7 +240,9 @@ def test_failures_and_a_broken_replay_are_shown(run):
 
 
 def test_the_timeline_shows_each_subgoal_and_when_it_was_latched(run):
-    svg = subgoal_svg(run.episodes[0], 120.0, 'steps')
+    svg = subgoal_svg(run.episodes[0], 120.0, 'steps of 20 ms')
+    assert '>steps of 20 ms</text>' in svg
+    assert '<title>put the &lt;red&gt; block: written 0, latched 0, done 60</title>' in svg
     assert 'put the &lt;red&gt; block' in svg and '<red>' not in svg
     assert 'go home (by the conductor): the policy says done, the world does not agree' in svg
     assert svg.count('<circle') == 2
@@ -185,11 +258,30 @@ def test_no_text_of_a_timeline_is_cut_off_at_its_edges(at):
     svg = subgoal_svg(episode, 100.0, 'steps')
     right = float(re.search(r'viewBox="0 0 (\d+) ', svg)[1])
     texts = re.findall(r'<text x="([-\d.]+)"([^>]*)>([^<]{12,})</text>', svg)
-    assert len(texts) == 2 and '>rollback<' in svg
+    assert len(texts) == 2 and texts[1][2].endswith('”, rollback')
     for x, how, text in texts:
         width = 6.0 * len(text)
         left = float(x) - (width if 'end' in how else 0.0)
         assert 0 <= left and left + width <= right, text
+
+
+def test_what_happened_at_one_place_is_one_text_that_says_how_often():
+    items = [Subgoal(1, 'go home', 'planner', 0, latched=0, ended=9, outcome='done')]
+    svg = subgoal_svg(Episode('one', 'policy', 1, 'task', subgoals=items, marks=[
+        (5, 'rollback'), (5, 'fork'), (5, 'rollback'), (5, 'fork'), (7, 'slip')]), 10.0, 's')
+    assert re.findall('class="call"[^>]*>([^<]*)</text>', svg) == ['rollback 2x, fork 2x', 'slip']
+
+
+def test_a_text_that_its_bar_cannot_hold_stands_before_it_where_there_is_room():
+    def anchor(written: float, ended: float) -> str:
+        items = [Subgoal(1, 'pick up the green block', 'planner', written, latched=written,
+                         ended=ended, outcome='done')]
+        svg = subgoal_svg(Episode('one', 'policy', 1, 'task', subgoals=items), 100.0, 's')
+        return re.search('text-anchor="(start|end)">pick', svg)[1]
+
+    assert anchor(50, 52) == 'end'
+    assert anchor(50, 90) == 'start'
+    assert anchor(2, 4) == 'start', 'there is no room before it'
 
 
 def test_a_run_that_ended_in_its_first_episode_still_reports():
@@ -199,12 +291,12 @@ def test_a_run_that_ended_in_its_first_episode_still_reports():
     assert 'process died' in text
 
 
-def test_an_episode_that_was_cut_short_counts_in_no_real_time_factor(run):
+def test_an_episode_that_was_cut_short_counts_in_no_real_time_factor(run, page):
     cut = Episode('Cut', 'policy', 4, 'task', steps=37, began_s=run.episodes[-1].ended_s + 1.0)
-    before, text = render(run), render(replace(run, episodes=[*run.episodes, cut]))
+    text = render(replace(run, episodes=[*run.episodes, cut]))
     assert 'nanx' not in text and '37 steps' in text
-    factor = re.compile(r'<b>([-0-9.]+)x</b><span>real-time factor')
-    assert factor.findall(text) == factor.findall(before) != []
+    factor = re.compile(r'<b>([-0-9.]+)x</b><span>of real time')
+    assert factor.findall(text) == factor.findall(page) != []
 
 
 def test_the_json_beside_it_has_everything_but_pictures(run, tmp_path):
