@@ -5,6 +5,7 @@ from __future__ import annotations
 from flashrt_ros.doctor.findings import fail
 from flashrt_ros.doctor.findings import Finding
 from flashrt_ros.doctor.findings import ok
+from flashrt_ros.doctor.findings import OPTIONAL
 from flashrt_ros.doctor.findings import Patient
 from flashrt_ros.doctor.findings import warn
 
@@ -170,3 +171,18 @@ def disk(p: Patient) -> Finding:
     if root and 'mmcblk' in root[-1]:
         return warn(f'{found} (SD or eMMC)', 'put models and capsules on NVMe: capsule_directory')
     return ok(found)
+
+
+def packages(p: Patient) -> Finding:
+    """Packages that only some uses need: what is missing, and what does not work without it."""
+    answer = p.probe('packages', 10.0)
+    if 'error' in answer:
+        return ok(f'skipped: {answer["error"]}')
+    found = [f'{name} {answer[name]}' for name in OPTIONAL if answer.get(name)]
+    missing = [name for name in OPTIONAL if not answer.get(name)]
+    if not missing:
+        return ok(', '.join(found))
+    without = '; '.join(f'no {name}: not for {OPTIONAL[name]}' for name in missing)
+    pip = p.board['install'].partition(' install ')[0]
+    keep = ' -c ~/ws/src/flashrt_ros/constraints-jazzy.txt' if p.board['system_python'] else ''
+    return warn(', '.join([*found, without]), f'{pip} install{keep} {" ".join(missing)}')

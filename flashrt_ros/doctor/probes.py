@@ -19,6 +19,8 @@ import threading
 import time
 from typing import Any
 
+from flashrt_ros.doctor.findings import OPTIONAL
+
 PROBES: dict[str, Callable[[], dict[str, Any]]] = {}
 
 
@@ -47,6 +49,12 @@ def versions() -> dict[str, Any]:
     names = ('torch', 'triton', 'numpy', 'opencv-python-headless', 'opencv-python', 'safetensors',
              'transformers', 'cuda-bindings', 'setuptools')  # fmt: skip
     return {name: found for name in names if (found := _version(name))}
+
+
+@probe
+def packages() -> dict[str, Any]:
+    """Versions of the packages that only some uses need, '' for one that is missing."""
+    return {name: _version(name) or '' for name in OPTIONAL}
 
 
 @probe

@@ -39,6 +39,7 @@ CHECKS: tuple[tuple[str, Check], ...] = (
     ('weights and disk', checks_system.disk),
     ('GPU neighbours', checks_gpu.neighbours),
     ('network', checks_ros.domain),
+    ('optional packages', checks_system.packages),
 )
 _COLOURS = {Level.OK: '32', Level.WARN: '33', Level.FAIL: '1;31'}
 

@@ -16,6 +16,7 @@ import pytest
 from flashrt_ros.doctor import main
 from flashrt_ros.doctor.findings import Level
 from flashrt_ros.doctor.findings import Needs
+from flashrt_ros.doctor.findings import OPTIONAL
 from flashrt_ros.doctor.findings import Patient
 from flashrt_ros.doctor.machine import Interpreter
 from flashrt_ros.doctor.machine import LiveMachine
@@ -79,6 +80,17 @@ def test_a_torch_of_the_wrong_build_is_removed_first_for_pip_would_keep_it():
     remedies = {title: finding.remedy for _, title, finding in examine(laptop, Needs())}
     assert remedies['torch build'] == (
         ".venv/bin/pip uninstall -y torch; .venv/bin/pip install 'torch>=2.11,<2.16'")
+
+
+def test_optional_packages_are_those_of_the_requirements_and_a_missing_one_says_what_for():
+    wanted = (SOURCE_ROOT / 'requirements-gpu.txt').read_text()
+    assert all(re.search(rf'^{name}>', wanted, re.MULTILINE) for name in OPTIONAL)
+    laptop = Recording.load(DATA / 'laptop.json')
+    [finding] = [f for _, title, f in examine(laptop, Needs()) if title == 'optional packages']
+    assert 'no rosbags: not for bag record' in finding.found and 'llguidance 1' in finding.found
+    assert finding.remedy == '.venv/bin/pip install rosbags gguf'
+    laptop.probes['packages'] |= {'rosbags': '0.11', 'gguf': '0.19'}
+    assert _levels(laptop)['optional packages'] is Level.OK
 
 
 def test_what_a_remedy_names_is_there():
