@@ -47,7 +47,7 @@ STALL_S = 0.2  # after so long a silence of the steps nobody knows where the rob
 class Progress:
     """Host side counters: outside the capsule, monotone, never restored."""
 
-    epoch: int = 0
+    epoch: int = 1  # the first; 0 in a subgoal is whichever is current
     episode: int = 0
     tick: int = 0  # of the last chunk
     step: int = 0  # commands played

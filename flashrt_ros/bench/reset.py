@@ -25,7 +25,7 @@ def order_violations(orders: Sequence[Sequence[Any]]) -> dict[str, int]:
     command before the first chunk of the new one, is an action of the past.
     """
     found = {'old chunks': 0, 'commands before the new chunk': 0}
-    epoch, waiting = 0, False
+    epoch, waiting = 1, False
     for _, kind, of in sorted(orders, key=lambda order: order[0]):
         if kind == 'change':
             waiting = waiting or of > epoch

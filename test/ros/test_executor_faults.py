@@ -97,9 +97,9 @@ def test_a_restore_that_fails_before_submission_goes_on_in_the_old_epoch(tmp_pat
     with rig(tmp_path) as r:
         r.run()
         reply = r.call('restore', id='nowhere')
-        assert reply.code == 'capsule_not_found' and 'epoch 1' in reply.message
+        assert reply.code == 'capsule_not_found' and 'epoch 2' in reply.message
         r.until_phase('ticking')
-        wait_until(lambda: r.chunks[-1].epoch == 1 and r.chunks[-1].tick > 2, 'ticks go on')
+        wait_until(lambda: r.chunks[-1].epoch == 2 and r.chunks[-1].tick > 2, 'ticks go on')
 
 
 def test_a_lost_device_holds_and_asks_for_the_named_exit_status(tmp_path: Path) -> None:

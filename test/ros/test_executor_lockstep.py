@@ -67,7 +67,7 @@ def test_two_runs_of_one_seed_give_the_same_commands_and_ticks(tmp_path: Path) -
         assert [reply.ticked for reply in one] == [i % 4 == 0 for i in range(20)]
         assert [reply.tick for reply in one] == [i // 4 for i in range(20)]
         assert one[-1].step == 20 and two[-1].step == 40
-        assert {reply.epoch for reply in one} == {1} and {reply.epoch for reply in two} == {2}
+        assert {reply.epoch for reply in one} == {2} and {reply.epoch for reply in two} == {3}
         assert list(one[0].joint_names) == list(NAMES)
         assert abs(one[-1].positions[0] - level(5)) < 1e-4
         given = r.policy.switches.inputs

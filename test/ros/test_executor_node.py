@@ -16,7 +16,7 @@ def test_after_a_start_it_waits_for_a_reset_then_ticks_and_commands(tmp_path: Pa
         assert r.executor.state_label == 'active'
         assert r.executor.phase == 'needs_reset'
         reply = r.reset(set_seed=True, seed=7)
-        assert (reply.code, reply.epoch, reply.episode) == ('ok', 1, 1)
+        assert (reply.code, reply.epoch, reply.episode) == ('ok', 2, 1)
         assert 'episode 1' in reply.message and reply.duration_us >= reply.restore_us > 0
         r.until_phase('ticking')
         wait_until(lambda: len(r.chunks) >= 3, 'three chunks')
@@ -24,7 +24,7 @@ def test_after_a_start_it_waits_for_a_reset_then_ticks_and_commands(tmp_path: Pa
             r.arm.commands[-1][1][0] - level(7)) < 1e-4, 'the arm at the level of seed 7')
         chunk, tick = r.chunks[-1], r.tick_inputs[-1]
         assert list(chunk.joint_names) == ['q1', 'q2', 'q3', 'gripper']
-        assert (chunk.epoch, chunk.episode, chunk.horizon) == (1, 1, 16)
+        assert (chunk.epoch, chunk.episode, chunk.horizon) == (2, 1, 16)
         assert len(chunk.actions) == 16 * 4
         assert tick.seed == 7
         assert {o.stream for o in tick.observations} == {
@@ -78,7 +78,7 @@ def test_snapshot_list_pin_drop_and_restore_go_through_services(tmp_path: Path) 
         assert r.call('drop', id='here').code == 'capsule'
         assert r.call('pin', id='here', pinned=False).success
         back = r.call('restore', id='here')
-        assert back.success and back.bit_exact and back.epoch == 2
+        assert back.success and back.bit_exact and back.epoch == 3
         assert r.call('move', id='here', tier='host').info.tier == 'host'
         assert r.call('drop', id='here').success
         assert r.call('restore', id='here').code == 'capsule_not_found'
@@ -93,7 +93,7 @@ def test_rollback_goes_back_by_ticks_and_to_a_capsule(tmp_path: Path) -> None:
         here = r.call('snapshot', id='here').info.position
         reply = r.call('rollback', boundaries=3)
         assert reply.success, reply.message
-        assert (reply.tick, reply.epoch) == (here - 3, 2)
+        assert (reply.tick, reply.epoch) == (here - 3, 3)
         r.until_phase('ticking')
         assert r.call('rollback', to='c0').tick == 0
         assert r.call('rollback', to='c0', boundaries=1).code == 'parameter_invalid'
@@ -111,7 +111,7 @@ def test_fork_evaluates_branches_and_leaves_the_session_where_it_was(tmp_path: P
         firsts = [chunk.actions[0] for chunk in reply.chunks]
         assert np.allclose(np.diff(firsts), 1e-3, atol=1e-6)
         assert reply.selected in (1, 2), 'the medoid lies in the middle'
-        assert r.executor.control.progress.epoch == 1
+        assert r.executor.control.progress.epoch == 2
         count = len(r.chunks)
         wait_until(lambda: len(r.chunks) >= count + 3, 'ticks after the fork')
         ticks = [c.tick for c in r.chunks]
@@ -137,10 +137,10 @@ def test_a_fork_of_another_capsule_can_be_evaluated_and_committed(tmp_path: Path
         r.run()
         wait_until(lambda: len(r.chunks) >= 4, 'ticks')
         assert r.call('fork', capsule_id='c0', n=2, commit_branch=-1).success
-        assert r.executor.control.progress.epoch == 1
+        assert r.executor.control.progress.epoch == 2
         assert r.call('rollback', boundaries=1).success, 'the marks are still those of the session'
         reply = r.call('fork', capsule_id='c0', n=2, commit_branch=-2)
-        assert reply.success and r.executor.control.progress.epoch == 3
+        assert reply.success and r.executor.control.progress.epoch == 4
         r.until_phase('ticking')
 
 

@@ -178,14 +178,14 @@ def test_ticks_are_told_after_a_second_configure_without_a_reset(tmp_path: Path)
     with rig(tmp_path, require_reset=False) as r:
         r.run()
         epoch = r.executor.control.progress.epoch
-        assert epoch == 1
+        assert epoch == 2
         for step in (Transition.TRANSITION_DEACTIVATE, Transition.TRANSITION_CLEANUP):
             assert r.executor.transition(step)
         told = len(r.tick_inputs)
         with mock.patch.object(executor_node, 'make_policy', lambda name: r.policy):
             assert r.executor.transition(Transition.TRANSITION_CONFIGURE)
         progress = r.executor.control.progress
-        assert (progress.epoch, progress.tick, progress.active_capsule) == (1, 0, '')
+        assert (progress.epoch, progress.tick, progress.active_capsule) == (2, 0, '')
         assert r.executor.transition(Transition.TRANSITION_ACTIVATE)
         wait_until(lambda: len(r.tick_inputs) > told + 3, 'ticks')
         ticks = [t.tick for t in r.tick_inputs[told:]]
@@ -227,7 +227,7 @@ def test_the_reply_of_a_reset_tells_its_own_episode(tmp_path: Path) -> None:
 
         with mock.patch.object(r.executor.verbs, 'reset', then_another):
             reply = r.reset()
-        assert (reply.epoch, reply.episode) == (1, 1)
+        assert (reply.epoch, reply.episode) == (2, 1)
         assert r.executor.control.progress.episode == 2
 
 
@@ -241,8 +241,8 @@ def test_a_subgoal_that_comes_as_the_last_one_is_overdue_has_not_timed_out(tmp_p
             found = overdue(now_ns)
             if found:
                 slot.overdue = overdue
-                slot.admit(sequence=0, episode=0, text='', tokens=(6,), current_episode=1,
-                           now_ns=now_ns)
+                slot.admit(sequence=0, epoch=0, episode=0, text='', tokens=(6,), current_epoch=2,
+                           current_episode=1, now_ns=now_ns)
             return found
 
         slot.overdue = then_a_newer_one

@@ -67,10 +67,10 @@ def test_resets_under_load_leave_no_action_of_an_old_epoch(
             if i % max(1, count // 10) == 0:
                 rss.append(process.memory_info().rss)
         elapsed = time.perf_counter() - begun
-        wait_until(lambda: recorder.chunks and recorder.chunks[-1][1] == count + 1, 'a last chunk')
+        wait_until(lambda: recorder.chunks and recorder.chunks[-1][1] == count + 2, 'a last chunk')
 
         epochs = [epoch for _, epoch in replies]
-        assert epochs == list(range(2, count + 2)), 'every reset makes exactly one epoch'
+        assert epochs == list(range(3, count + 3)), 'every reset makes exactly one epoch'
         _no_command_of_an_older_epoch(recorder, replies, calls)
         for replied, epoch in replies:
             following = [e for at, e in recorder.chunks if at > replied][:1]
@@ -124,7 +124,7 @@ def test_a_result_in_flight_at_a_reset_is_never_played(tmp_path: Path) -> None:
         wait_until(lambda: [v for at, v in recorder.commands if at > replied], 'a new command')
         first = next(v for at, v in recorder.commands if at > replied)
         assert abs(first - level(9)) < LEVEL_STEP / 2
-        assert all(e == 2 for at, e in recorder.chunks if at > replied)
+        assert all(e == 3 for at, e in recorder.chunks if at > replied)
 
 
 def test_a_tick_in_its_last_segment_ends_but_is_not_played_after_a_reset(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_a_tick_in_its_last_segment_ends_but_is_not_played_after_a_reset(tmp_pat
         r.until_phase('ticking')
         wait_until(lambda: [v for at, v in recorder.commands if at > replied], 'a new command')
         assert r.executor.report.counters['results_dropped'] == 1
-        assert {e for at, e in recorder.chunks if at > replied} == {2}
+        assert {e for at, e in recorder.chunks if at > replied} == {3}
         assert all(abs(v - level(9)) < LEVEL_STEP / 2
                    for at, v in recorder.commands if at > replied)
 
@@ -167,7 +167,7 @@ def test_the_first_tick_of_an_epoch_sees_only_what_arrived_after_the_reset(tmp_p
         r.arm.frozen = set()
         wait_until(lambda: len(r.policy.switches.inputs) > given, 'the first tick')
         assert np.allclose(r.policy.switches.inputs[given].state, r.arm.position)
-        assert replied.epoch == 2
+        assert replied.epoch == 3
 
 
 def test_after_a_rollback_with_a_displaced_arm_the_first_command_starts_from_the_measured_pose(
