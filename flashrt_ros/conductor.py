@@ -262,6 +262,8 @@ class Conductor:
         self._executor.shutdown(timeout_sec=2.0)
         self._context.try_shutdown()
         self._thread.join(timeout=5.0)
+        if self.planner is not None:
+            self.planner.close()
         self.node.destroy_node()
 
     def __enter__(self) -> Conductor:

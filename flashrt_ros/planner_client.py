@@ -72,6 +72,10 @@ class PlannerClient:
         self.status: PlannerStatus | None = None
         node.create_subscription(PlannerStatus, f'{name}/status', self._on_status, qos.status())
 
+    def close(self) -> None:
+        """Destroy what the node does not: an action client keeps it on the domain."""
+        self._client.destroy()
+
     @property
     def ready(self) -> bool:
         """Whether its action, its services and its ear for outcomes are discovered."""

@@ -8,6 +8,7 @@ import pytest
 from flashrt_core.errors import ParameterInvalid
 from flashrt_ros.conductor import Conductor
 from flashrt_ros.conductor import Refused
+from flashrt_ros.processes import ProcessGroup
 from flashrt_ros.srv import Reset
 
 pytestmark = pytest.mark.ros
@@ -55,3 +56,13 @@ def test_an_observation_that_never_comes_ends_in_the_refusal(conductor: Any) -> 
     conductor.executor, conductor.robot = step, lambda verb, **fields: None
     with pytest.raises(Refused, match='joint_states sent nothing'):
         conductor.executor_on('step', 5, patience_s=0.05)
+
+
+def test_a_conductor_that_was_closed_has_left_the_domain(tmp_path: Any) -> None:
+    with ProcessGroup(tmp_path) as group:
+        with Conductor(group, namespace='demo', planner_name='planner') as first:
+            assert first.strangers() == []
+        with Conductor(group, namespace='demo', planner_name='planner') as second:
+            second.wait_a_moment(1.0)  # as long as a discovery takes
+            assert second.strangers() == []
+            assert first.node is not second.node, 'the first one is still held, as by a story'
