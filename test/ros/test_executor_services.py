@@ -171,14 +171,15 @@ def epochs_of_restores(r: Rig) -> tuple[list[int], int]:
 
 def test_a_subgoal_of_an_epoch_before_a_restore_is_refused_by_the_service(tmp_path: Path) -> None:
     with rig(tmp_path) as r:
+        assert r.call('set_subgoal', subgoal=Subgoal(tokens=[5], epoch=r.executor.epoch)).success
         before, now = epochs_of_restores(r)
         for epoch in before:
-            refused = r.call('set_subgoal', subgoal=Subgoal(tokens=[5], sequence=1, epoch=epoch))
+            refused = r.call('set_subgoal', subgoal=Subgoal(tokens=[5], sequence=2, epoch=epoch))
             assert refused.code == 'subgoal_refused', refused.message
             assert f'of epoch {epoch}, the current one is {now}' in refused.message
         assert r.executor.report.counters['subgoals_wrong_epoch'] == len(before)
-        assert r.executor.engine.slot.requested == 0
-        for sequence, epoch in ((1, 0), (2, now)):
+        assert r.executor.engine.slot.requested == 1
+        for sequence, epoch in ((2, 0), (3, now)):
             reply = r.call('set_subgoal', subgoal=Subgoal(
                 tokens=[5], sequence=sequence, epoch=epoch))
             assert reply.success and reply.sequence == sequence, reply.message
