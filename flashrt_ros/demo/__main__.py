@@ -2,6 +2,6 @@
 
 import sys
 
-from flashrt_ros.demo import main
+from flashrt_ros.commands import demo
 
-sys.exit(main())
+sys.exit(demo())

@@ -80,8 +80,7 @@ def real_time_svg(samples: RealTime) -> bytes:
     _tidy(over_time, 'From each command to the next', 'time in the episode, s', 'gap, ms')
     _legend_above(over_time, 1, loc='lower right', bbox_to_anchor=(1.0, 0.98), borderpad=0)
     late = [gap - period for gap in gaps]
-    edge = max(1.0, *(abs(value) for value in late)) if late else 1.0
-    jitter.hist(late, bins=41, range=(-edge, edge), color=ACCENT)
+    jitter.hist(late, bins=41, range=(min([-1.0, *late]), max([1.0, *late])), color=ACCENT)
     jitter.set_yscale('symlog', linthresh=1)
     _plain_numbers(jitter.yaxis)
     _tidy(jitter, 'Jitter of the commands', 'gap minus period, ms', 'commands, log')

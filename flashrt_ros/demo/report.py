@@ -96,6 +96,11 @@ def _card(value: str, text: str, kind: str = '') -> str:
     return f'<div class="card {kind}">{body}</div>'
 
 
+def _ms(value: float) -> str:
+    """Write milliseconds in three figures, as many as a card has room for."""
+    return f'{value:,.{0 if value >= 99.95 else 1 if value >= 9.995 else 2}f} ms'
+
+
 def _cards(run: Run) -> str:
     cards = []
     resets = [c.restore_us for c in run.verbs if c.verb == 'reset' and c.restore_us > 0]
@@ -117,17 +122,17 @@ def _cards(run: Run) -> str:
         wall = sum(e.ended_s - e.began_s for e in ended)
         if wall > 0:
             cards.append(_card(f'{steps * CONTROL_PERIOD_S / wall:.1f}x',
-                               'of real time in lock-step, plans and verbs included'))
+                               'of real time in lock-step'))
     firsts = [p.ttft_us / 1e3 for p in run.plans if p.ttft_us]
     if firsts:
-        cards.append(_card(f'{percentile(firsts, 50):.1f} ms',
+        cards.append(_card(_ms(percentile(firsts, 50)),
                            'a plan, restore to first token, median'))
     if run.real_time and run.real_time.arrival_gap_ms:
         late = [abs(g - run.real_time.period_ms) for g in run.real_time.arrival_gap_ms]
-        cards.append(_card(f'{percentile(late, 99):.2f} ms', 'jitter of commands, p99'))
+        cards.append(_card(_ms(percentile(late, 99)), 'jitter of commands, p99'))
     if run.real_time and run.real_time.interrupts:
         value = percentile([i.to_command_ms for i in run.real_time.interrupts], 50)
-        cards.append(_card(f'{value:.0f} ms', 'interrupt to first command, median'))
+        cards.append(_card(_ms(value), 'interrupt to first command, median'))
     return f'<div class="cards">{"".join(cards)}</div>'
 
 
@@ -174,8 +179,8 @@ def _strip(episode: Episode, live: bool) -> str:
     if not episode.strip_png:
         return ''
     times = ''.join(
-        f'<span>{at:.2f} s</span>' if live
-        else f'<span>step {at / CONTROL_PERIOD_S:.0f}, {at:.2f} s</span>'
+        f'<span>{at:.2f}&nbsp;s</span>' if live
+        else f'<span>step&nbsp;{at / CONTROL_PERIOD_S:.0f}, {at:.2f}&nbsp;s</span>'
         for at in episode.frame_times_s)
     picture = _img(episode.strip_png, f'{episode.title}: film strip', 'png')
     return f'{picture}<div class="times">{times}</div>'
