@@ -23,12 +23,7 @@ def main(setup_cfg: str, folder: str) -> None:
         script.write_text(
             '#!/usr/bin/env python3\n'
             'import sys\n\n'
-            'try:\n'
-            f'    from {module} import {function}\n'
-            'except ModuleNotFoundError as error:\n'
-            '    from flashrt_core.command_line import tell_missing\n\n'
-            f'    tell_missing({name!r}, error)\n'
-            '    sys.exit(2)\n'
+            f'from {module} import {function}\n\n'
             f'sys.exit({function}())\n')
         script.chmod(0o755)
 

@@ -16,8 +16,8 @@ from types import FrameType
 
 from flashrt_core.errors import ConfigError
 from flashrt_core.errors import FlashrtError
-
-STOPPED = 130  # the exit status of what Ctrl-C ended
+from flashrt_core.starting import begun
+from flashrt_core.starting import STOPPED
 
 
 def whole_number(least: int) -> Callable[[str], int]:
@@ -104,6 +104,7 @@ def run(name: str, action: Callable[[], int], refused: int = 2) -> int:
     is not installed, and a worker process that was killed.
     """
     try:
+        begun()
         return action()
     except FlashrtError as error:
         print(f'{name}: {error} [{error.code}]', file=sys.stderr)

@@ -6,6 +6,11 @@ before the executor's next tick is due (admission.py), its stream is served afte
 Parameters: ``/**/executor:`` and ``/**/planner:`` in one file, or ``-p executor:NAME:=VALUE``.
 """
 
+if __name__ == '__main__':  # the imports take seconds
+    from flashrt_core.starting import node_begins
+
+    node_begins()
+
 from collections.abc import Sequence
 from functools import partial
 import sys

@@ -4,6 +4,11 @@ configure loads, binds, captures, warms up and snapshots C0; activate ticks and 
 holds, then stops; cleanup frees the device. Exit status: see flashrt_ros/main.py.
 """
 
+if __name__ == '__main__':  # the imports take seconds
+    from flashrt_core.starting import node_begins
+
+    node_begins()
+
 from collections.abc import Mapping
 from collections.abc import Sequence
 import sys

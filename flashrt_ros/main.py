@@ -86,9 +86,10 @@ def listen_for_signals(stop: StopRequest) -> None:
     """
     reader, writer = socket.socketpair()
     writer.setblocking(False)
+    # First: a signal between the two would be heard by nobody.
+    signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     for number in _SIGNALS:
         signal.signal(number, lambda *_: None)
-    signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
 
     def wait(pipe: socket.socket = writer) -> None:
         # The default of `pipe` keeps the writing end open as long as this thread lives.

@@ -4,6 +4,11 @@ configure loads, binds, captures, reads the context that all plans share and pin
 activate takes goals of ~/plan; deactivate ends the plan that runs. Exit status: see main.py.
 """
 
+if __name__ == '__main__':  # the imports take seconds
+    from flashrt_core.starting import node_begins
+
+    node_begins()
+
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence

@@ -5,6 +5,11 @@ Lock-step: the world moves only by ``~/step`` and stamps count simulated time. E
 holds by itself when commands fall silent. Run it with ``ros2 run flashrt_ros tabletop``.
 """
 
+if __name__ == '__main__':  # the imports take seconds
+    from flashrt_core.starting import node_begins
+
+    node_begins()
+
 from array import array
 from collections import Counter
 from collections.abc import Sequence

@@ -8,6 +8,7 @@ import importlib.util
 import os
 from pathlib import Path
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -93,20 +94,45 @@ def test_the_module_and_function_of_an_executable_exist(name: str, target: str) 
     run(f'import importlib; assert callable(importlib.import_module({module!r}).{function})')
 
 
-def test_an_executable_without_its_python_environment_says_so_in_one_line(tmp_path: Path) -> None:
-    (tmp_path / 'node.py').write_text('import no_such_package\n')
-    (tmp_path / 'whole.py').write_text('def main():\n    return 3\n')
-    (tmp_path / 'setup.cfg').write_text(
-        '[options.entry_points]\nconsole_scripts =\n    a = node:main\n    b = whole:main\n')
-    subprocess.run([sys.executable, ROOT / 'cmake' / 'console_scripts.py', tmp_path / 'setup.cfg',
-                    tmp_path / 'bin'], check=True)
+@pytest.fixture(scope='module')
+def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The executables as colcon installs them, over the sources."""
+    folder = tmp_path_factory.mktemp('bin')
+    subprocess.run([sys.executable, ROOT / 'cmake' / 'console_scripts.py', ROOT / 'setup.cfg',
+                    folder], check=True)
+    return folder
+
+
+@pytest.mark.parametrize('name', ['executor', 'planner', 'bringup', 'tabletop'])
+def test_an_executable_without_its_python_environment_says_so_in_one_line(
+        scripts: Path, tmp_path: Path, name: str) -> None:
+    (tmp_path / 'rclpy.py').write_text("raise ModuleNotFoundError(name='rclpy')\n")
     env = dict(os.environ, PYTHONPATH=f'{tmp_path}{os.pathsep}{ROOT}')
-    done = subprocess.run([sys.executable, tmp_path / 'bin' / 'a'], text=True,
-                          capture_output=True, env=env)
+    done = subprocess.run([sys.executable, scripts / name], text=True, capture_output=True,
+                          env=env)
     assert done.returncode == 2 and not done.stdout
-    assert done.stderr.startswith(f"a: {sys.executable} has no module 'no_such_package'; activate")
+    assert done.stderr.startswith(f"{name}: {sys.executable} has no module 'rclpy'; activate")
     assert len(done.stderr.splitlines()) == 1
-    assert subprocess.run([sys.executable, tmp_path / 'bin' / 'b'], env=env).returncode == 3
+
+
+@pytest.mark.parametrize(('name', 'stopping', 'status', 'told'), [
+    *((name, number, 0, '') for name in ('executor', 'planner', 'bringup', 'tabletop')
+      for number in (signal.SIGINT, signal.SIGTERM)),
+    *((name, signal.SIGINT, 130, f'{name}: stopped\n')
+      for name in ('demo', 'doctor', 'capsule', 'bag'))])
+def test_a_signal_while_an_executable_imports_ends_it_quietly(
+        scripts: Path, tmp_path: Path, name: str, stopping: int, status: int, told: str) -> None:
+    # What each of them imports early stands still, as if it took its time.
+    for module in ('rclpy', 'numpy', 'argparse'):
+        (tmp_path / f'{module}.py').write_text(
+            'import time\nprint("importing", flush=True)\ntime.sleep(60)\n')
+    env = dict(os.environ, PYTHONPATH=f'{tmp_path}{os.pathsep}{ROOT}', PYTHONSAFEPATH='1')
+    with subprocess.Popen([sys.executable, scripts / name], text=True, env=env,
+                          stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == 'importing\n'
+        process.send_signal(stopping)
+        _, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (status, told)
 
 
 def test_interfaces_are_found_from_the_source_root_and_from_elsewhere(tmp_path: Path) -> None:

@@ -16,12 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from ..command_line import STOPPED
 from ..errors import CapsuleCorrupt
 from ..errors import CapsuleExists
 from ..errors import CapsuleNotFound
 from ..errors import ConfigError
 from ..errors import FlashrtError
+from ..starting import begun
+from ..starting import STOPPED
 from . import files
 from .format import GAP
 from .format import Header
@@ -42,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(stop.code or 0)
     command: Callable[[argparse.Namespace], Answer] = options.command
     try:
+        begun()
         code, value, lines = command(options)
     except FlashrtError as error:
         return _fail(error.code, str(error), options.json)

@@ -2,6 +2,6 @@
 
 import sys
 
-from flashrt_ros.doctor import main
+from flashrt_ros.commands import doctor
 
-sys.exit(main())
+sys.exit(doctor())
