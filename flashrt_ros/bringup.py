@@ -74,11 +74,14 @@ def start_together(executor: ExecutorNode, planner: PlannerNode) -> bool:
     for node in (executor, planner):
         if node.state_label == UNCONFIGURED and not node.transition(
                 Transition.TRANSITION_CONFIGURE):
-            executor.get_logger().error(
-                f'{node.get_fully_qualified_name()} could not be configured, so nothing was '
-                'activated; when that is put right, ros2 lifecycle set NODE configure for each '
-                'that is unconfigured, then activate for both')
+            if not node.ending:
+                executor.get_logger().error(
+                    f'{node.get_fully_qualified_name()} could not be configured, so nothing was '
+                    'activated; when that is put right, ros2 lifecycle set NODE configure for '
+                    'each that is unconfigured, then activate for both')
             return False
+    if executor.ending or planner.ending:
+        return False
     return all([node.transition(Transition.TRANSITION_ACTIVATE) for node in (executor, planner)])
 
 

@@ -176,7 +176,7 @@ class ExecutorNode(SessionNode):
 
     def stop(self, timeout_s: float) -> bool:
         """End in order; False when a transition did not end in time."""
-        self._ending = True
+        self.ending = True
         ended = self.finish(timeout_s + self.parameters['shutdown_timeout_s'])
         self.services_made.frame.close()
         self.outputs.close()

@@ -42,6 +42,7 @@ class SafeLifecycleNode(LifecycleNode):
 
     def __init__(self, name: str, **kwargs: Any) -> None:
         self._transition_lock = threading.Lock()
+        self.ending = False  # set by who ends the node: nothing is begun any more
         self.last_transition_error = ''
         Node.__init__(self, name, **kwargs)
         # Reentrant: a pending transition must not keep ~/get_state from answering.
@@ -86,7 +87,8 @@ class SafeLifecycleNode(LifecycleNode):
         """Configure, then activate, on a thread of its own; a failure leaves the node alive."""
 
         def body() -> None:
-            if self.transition(Transition.TRANSITION_CONFIGURE) and activate:
+            configured = self.transition(Transition.TRANSITION_CONFIGURE)
+            if configured and activate and not self.ending:
                 self.transition(Transition.TRANSITION_ACTIVATE)
 
         thread = threading.Thread(target=body, name='autostart', daemon=True)
@@ -142,8 +144,11 @@ class SafeLifecycleNode(LifecycleNode):
             if isinstance(error, FlashrtError):
                 code, trace = error.code, ''
             self.last_transition_error = f'{what} failed [{code}]: {error}'
-            self.get_logger().error(
-                f'{self.last_transition_error}{trace}\n{self._how_to_go_on(what)}')
+            if self.ending and not trace:
+                self.get_logger().info(str(error))
+            else:
+                self.get_logger().error(
+                    f'{self.last_transition_error}{trace}\n{self._how_to_go_on(what)}')
             return TransitionCallbackReturn.ERROR
         if what != 'error processing':
             self.last_transition_error = ''

@@ -149,7 +149,7 @@ class PlannerNode(SessionNode):
 
     def stop(self, timeout_s: float) -> bool:
         """End in order; False when a transition did not end in time."""
-        self._ending = True
+        self.ending = True
         engine = self.engine
         if engine is not None:
             engine.stop('cancelled', 'the node ends')

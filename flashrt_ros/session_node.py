@@ -55,7 +55,6 @@ class SessionNode(SafeLifecycleNode):
         self.may_activate: Callable[[], None] = lambda: None
         self._stage, self._stage_progress = '', 0.0
         self._boot: BootLog | None = None
-        self._ending = False
 
     def load(self) -> str:
         """Load, bind, capture, set ``engine``; returns what is ready and where, in words.
@@ -158,7 +157,7 @@ class SessionNode(SafeLifecycleNode):
 
     def _told(self, stage: str, fraction: float) -> None:
         """Take a session's progress; the place where a configure under way can be ended."""
-        if self._ending:
+        if self.ending:
             raise ConfigError('configure was given up because the node is ending; start it anew')
         words, begin, share = _STAGES.get(stage, (stage, *_LAST))
         if self._boot is not None:

@@ -155,7 +155,7 @@ def test_a_configure_under_way_is_given_up_when_the_node_ends(tmp_path: Path) ->
         ended: list[bool] = []
         thread = threading.Thread(target=lambda: ended.append(r.executor.stop(20.0)))
         thread.start()
-        wait_until(lambda: r.executor._ending, 'the end to be asked for')
+        wait_until(lambda: r.executor.ending, 'the end to be asked for')
         policy.switches.bind_gate.set()
         thread.join(20)
         assert ended == [True]

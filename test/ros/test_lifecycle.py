@@ -123,6 +123,19 @@ def test_autostart_configures_and_activates_by_itself(graph: Graph) -> None:
     assert node.state_label == 'active'
 
 
+def test_a_node_that_ends_while_it_configures_is_not_activated(
+        graph: Graph, capfd: pytest.CaptureFixture[str]) -> None:
+    node = Recorder(context=graph.context)
+    node.gate = threading.Event()
+    graph.spin(node)
+    starting = node.autostart()
+    wait_until(lambda: 'configure' in node.calls, 'the configure')
+    node.ending = True
+    node.gate.set()
+    starting.join(20)
+    assert node.calls == ['configure'] and 'refused' not in ''.join(capfd.readouterr())
+
+
 def test_finish_deactivates_before_it_shuts_down(graph: Graph) -> None:
     node = graph.spin(Recorder(context=graph.context))
     node.autostart().join(20)

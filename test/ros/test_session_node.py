@@ -81,13 +81,17 @@ def test_a_configure_that_is_refused_says_so_until_one_succeeds() -> None:
         assert node.transition(CONFIGURE) and node.configuring == ''
 
 
-def test_a_configure_ends_at_its_next_word_when_the_node_ends() -> None:
+def test_a_configure_ends_at_its_next_word_when_the_node_ends(
+        capfd: pytest.CaptureFixture[str]) -> None:
     def load(node: Toy) -> str:
-        node._ending = True
+        node.ending = True
         return all_stages(node)
 
     with toy(load) as node:
-        assert not node.transition(CONFIGURE) and 'given up' in node.last_transition_error
+        node.autostart().join(20)
+        assert 'given up' in node.last_transition_error
+    told = ''.join(capfd.readouterr())
+    assert 'the node is ending' in told and 'ERROR' not in told and 'ros2 ' not in told
 
 
 def test_refusals_are_counted_by_code_and_a_lost_device_asks_for_the_end() -> None:
