@@ -129,7 +129,8 @@ def _cards(run: Run) -> str:
                            'a plan, restore to first token, median'))
     if run.real_time and run.real_time.arrival_gap_ms:
         late = [abs(g - run.real_time.period_ms) for g in run.real_time.arrival_gap_ms]
-        cards.append(_card(_ms(percentile(late, 99)), 'jitter of commands, p99'))
+        which = 'p99' if len(late) >= _SAMPLES_OF_P99 else 'largest'
+        cards.append(_card(_ms(percentile(late, 99)), f'jitter of commands, {which}'))
     if run.real_time and run.real_time.interrupts:
         value = percentile([i.to_command_ms for i in run.real_time.interrupts], 50)
         cards.append(_card(_ms(value), 'interrupt to first command, median'))

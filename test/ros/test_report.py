@@ -191,6 +191,13 @@ def test_a_p99_is_told_only_of_samples_enough_for_one(page):
     row = r'<td>{}</td><td class="n">{}</td><td class="n">[\d.]+</td><td class="n">{}</td>'
     assert re.search(row.format('jitter of commands.*?', 400, r'[\d.]+'), page)
     assert re.search(row.format('image stamp to chunk', 50, '–'), page)
+    assert 'jitter of commands, p99<' in page
+
+
+def test_the_jitter_of_few_commands_is_called_the_largest(run):
+    few = replace(run.real_time, arrival_gap_ms=[20.0, 27.5], latency_ms=[])
+    assert '<b>7.50 ms</b><span>jitter of commands, largest<' in render(
+        replace(run, real_time=few, episodes=[], plans=[]))
 
 
 def test_text_from_outside_is_escaped(page):
