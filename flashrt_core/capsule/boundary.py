@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from .marks import Mark
     from .marks import MarkRing
     from .stages import Stages
-    from .transfers import Way
 
 PACK_ALIGN = 256
 
@@ -76,16 +75,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class Packing:
-    """Where each byte of a boundary with given extents lies in its packed form.
-
-    :param ways: the prepared copies of a row to and from that form, made as they are asked for.
-    """
+    """Where each byte of a boundary with given extents lies in its packed form."""
 
     pieces: tuple[Piece, ...]
     nbytes: int
     payload: int
     tensors: tuple[TensorRow, ...] = field(repr=False, default=())
-    ways: dict[int, Way] = field(repr=False, compare=False, default_factory=dict)
 
 
 class Boundary:
@@ -152,8 +147,6 @@ class Boundary:
         self._capacity = {entry.name: entry.tokens for entry in self.entries if entry.tokens}
         self._by_name = {entry.name: entry for entry in self.entries}
         self._packings: dict[tuple[int, ...], Packing] = {}
-        self._small: tuple[Packing, int] | None = None  # the arena's part and its gaps
-        self._checked: dict[str, int] | None = None  # extents that were in order; never changed
 
     def check_closed(self) -> None:
         """Raise unless the live STATE buffers are those of construction, at the same places.
@@ -210,9 +203,6 @@ class Boundary:
 
     def check_extents(self, extents: Mapping[str, int]) -> dict[str, int]:
         """The extents in list order; raises BoundaryIncomplete unless each KV buffer is named."""
-        checked = self._checked
-        if checked is not None and extents == checked:
-            return checked.copy()
         if extents.keys() != self._capacity.keys():
             raise BoundaryIncomplete(
                 f'extents name {sorted(extents)}, the KV buffers are {sorted(self._capacity)}: '
@@ -225,7 +215,6 @@ class Boundary:
                 raise BoundaryIncomplete(
                     f'extent of {name!r} is {tokens}, its capacity is 0 to {capacity} tokens'
                 )
-        self._checked = found.copy()
         return found
 
     def ranges(self, row: int = 0) -> list[tuple[int, int]]:
@@ -307,9 +296,7 @@ class Boundary:
 
     def adopt_branches(self, rows: Iterable[int], parent: str, bit_exact: bool) -> None:
         """Record what the rows above 0 were restored from; the others stay as they are."""
-        for row in rows:
-            if row:
-                self._branches[row] = (parent, bit_exact)
+        self._branches.update({row: (parent, bit_exact) for row in rows if row})
 
     def origin(self, row: int) -> tuple[str, bool]:
         """Whose child a row's state is, and whether it is bit-exact; others go with row 0."""
@@ -321,16 +308,22 @@ class Boundary:
         clone = object.__new__(Boundary)
         clone.__dict__.update(self.__dict__)
         clone._hidden = self._hidden | {self._by_name[name].name}
-        clone._packings, clone._small = {}, None
+        clone._packings = {}
         clone.on_restore = list(self.on_restore)
         return clone
 
     def _pack(self, extents: Mapping[str, int]) -> Packing:
-        if self._small is None:
-            arena = self._pack_arena()
-            self._small = arena, sum(row.name.startswith(GAP) for row in arena.tensors)
-        (first, gaps), tensors = self._small, []
-        pieces, at = list(first.pieces), first.nbytes
+        pieces: list[Piece] = []
+        tensors: list[TensorRow] = []
+        at = payload = 0
+        for start, size in self._arena_runs():
+            pieces.append(Piece(at, self._arena + start, self._arena_row, size, True))
+            tensors += [
+                _row(e, e.shape, at + e.offset - start, e.nbytes)
+                for e in self.entries
+                if e.offset >= 0 and start <= e.offset < start + size and self._shown(e)
+            ]
+            at = _align(at + size)
         for entry in self.entries:
             if entry.offset >= 0 or not self._shown(entry):
                 continue
@@ -343,24 +336,7 @@ class Boundary:
                 pieces.append(Piece(at, entry.address, entry.row_stride, size, small))
             at = _align(at + size)
         payload = sum(piece.nbytes for piece in pieces)
-        filled = _fill_gaps(tensors, first.nbytes, at, gaps)
-        return Packing(tuple(pieces), at, payload, (*first.tensors, *filled))
-
-    def _pack_arena(self) -> Packing:
-        """The arena's part, which lies first and is the same with all extents."""
-        pieces: list[Piece] = []
-        tensors: list[TensorRow] = []
-        at = 0
-        for start, size in self._arena_runs():
-            pieces.append(Piece(at, self._arena + start, self._arena_row, size, True))
-            tensors += [
-                _row(e, e.shape, at + e.offset - start, e.nbytes)
-                for e in self.entries
-                if e.offset >= 0 and start <= e.offset < start + size and self._shown(e)
-            ]
-            at = _align(at + size)
-        payload = sum(piece.nbytes for piece in pieces)
-        return Packing(tuple(pieces), at, payload, tuple(_fill_gaps(tensors, 0, at, 0)))
+        return Packing(tuple(pieces), at, payload, tuple(_fill_gaps(tensors, at)))
 
     def _shown(self, entry: Entry) -> bool:
         return entry.name not in self._hidden
@@ -388,9 +364,8 @@ def _row(entry: Entry, shape: tuple[int, ...], begin: int, size: int) -> TensorR
     return TensorRow(entry.name, entry.dtype, shape, begin, begin + size)
 
 
-def _fill_gaps(tensors: Iterable[TensorRow], begin: int, end: int, gaps: int
-               ) -> Iterable[TensorRow]:
-    at = begin
+def _fill_gaps(tensors: Iterable[TensorRow], end: int) -> Iterable[TensorRow]:
+    at = gaps = 0
     last = TensorRow('', 'U8', (0,), end, end)
     for row in [*sorted(tensors, key=lambda r: (r.begin, r.end)), last]:
         if row.begin > at:

@@ -5,7 +5,6 @@ from _capsules import IDENTITY
 from _capsules import KV
 from _capsules import Session
 from _capsules import SPECS
-from _capsules import TOKENS
 import pytest
 import torch
 
@@ -91,22 +90,6 @@ def test_packed_pieces_are_aligned_and_tensors_cover_every_byte(backend: Backend
             STATE)
 
 
-def test_gaps_are_numbered_through_and_a_hidden_buffer_is_in_no_packing(backend: Backend) -> None:
-    odd = (BufferSpec(f'kv.odd{n}', Role.STATE, torch.uint8, (TOKENS, 2, 1, 3), kind=Kind.KV)
-           for n in range(3))
-    session = Session(backend, specs=(*SPECS, *odd))
-    for length in (96, 1):
-        session.length = length
-        packing = session.boundary.packing(session.boundary.extents())
-        gaps = [row.name for row in packing.tensors if row.name.startswith('_gap')]
-        assert gaps == [f'_gap.{number}' for number in range(len(gaps))] and len(gaps) > 5
-    boundary = session.boundary._without_for_tests('recurrent')
-    packing = boundary.packing(boundary.extents())
-    assert 'recurrent' not in {row.name for row in packing.tensors}
-    where = boundary.entries[3].address
-    assert not [p for p in packing.pieces if p.address <= where < p.address + p.nbytes]
-
-
 @pytest.mark.parametrize('extent', [{}, {'kv.0': 1}, {'kv.0': 1, 'kv.1': 97},
                                     {'kv.0': -1, 'kv.1': 0}, {'kv.0': 1, 'kv.1': 1, 'seed': 0}])
 def test_extents_that_do_not_name_each_kv_buffer_in_range_are_refused(
@@ -114,23 +97,6 @@ def test_extents_that_do_not_name_each_kv_buffer_in_range_are_refused(
     buffers = BufferSet(backend, SPECS)
     with pytest.raises(BoundaryIncomplete, match='extent'):
         Boundary(buffers, IDENTITY, lambda: extent).ranges()
-
-
-def test_extents_are_checked_anew_whenever_they_change(backend: Backend) -> None:
-    boundary = Session(backend).boundary
-    first = boundary.check_extents({'kv.1': 5, 'kv.0': 4})
-    again = boundary.check_extents({'kv.1': 5, 'kv.0': 4})
-    assert list(again.items()) == [('kv.0', 4), ('kv.1', 5)] == list(first.items())
-    again['kv.1'] = 97  # what was handed out is the caller's own
-    with pytest.raises(BoundaryIncomplete, match=r"'kv\.1' is 97"):
-        boundary.check_extents({'kv.0': 4, 'kv.1': 97})
-    assert boundary.check_extents({'kv.0': 4, 'kv.1': 5}) == {'kv.0': 4, 'kv.1': 5}
-    first['kv.1'] = 98
-    with pytest.raises(BoundaryIncomplete, match=r"'kv\.1' is 98"):
-        boundary.check_extents({'kv.0': 4, 'kv.1': 98})
-    with pytest.raises(BoundaryIncomplete, match='name'):
-        boundary.check_extents({'kv.0': 4})
-    assert boundary.check_extents({'kv.0': 4.5, 'kv.1': 5}) == {'kv.0': 4, 'kv.1': 5}
 
 
 def test_the_buffer_layout_is_part_of_the_identity(backend: Backend) -> None:
