@@ -24,18 +24,19 @@ _KINDS = {'.lark': 'lark', '.regex': 'regex'}
 _MOST_TEXT = 4000  # characters of an instruction or a scene
 _COLOUR = f'({"|".join(COLOURS)})'
 _GOAL = f'(put the {_COLOUR} block in the {_COLOUR} zone|pick up the {_COLOUR} block|go home)'
+_BETWEEN = f'({tabletop.AND}|{tabletop.THEN})'
 _ONE_A_LINE = 'Answer with one subgoal a line and nothing else, or "cannot".'
 
 
 @dataclass(frozen=True)
 class SubgoalGrammar:
-    """Which plans there are: subgoals with a separator between them, or ``cannot`` alone."""
+    """Which plans there are: subgoals with one of ``separators`` between, or ``cannot`` alone."""
 
     name: str
     source: GrammarSource | None  # None: any text
     description: str  # for the model
     subgoal: str = ''  # regular expression of one, '' for any
-    separator: str = '\n'
+    separators: tuple[str, ...] = ('\n',)
     end: str = '\n'
     must_end: bool = False  # a plan without ``end`` was cut short
     cannot: str = 'cannot'
@@ -44,13 +45,13 @@ class SubgoalGrammar:
 # As flashrt_core/tabletop/instructions.py writes plans, which the small planner is trained on.
 TABLETOP = SubgoalGrammar(
     'tabletop',
-    GrammarSource('regex', rf'(cannot|{_GOAL}(; {_GOAL}){{0,7}})\.', 'tabletop'),
+    GrammarSource('regex', rf'(cannot|{_GOAL}({_BETWEEN}{_GOAL}){{0,7}})\.', 'tabletop'),
     'You plan for a robot arm on a table with coloured blocks and coloured round zones. Answer '
     'with subgoals, "; " between them and "." after the last one, and nothing else. Subgoals are '
     '"put the C block in the C zone", "pick up the C block" and "go home", where C is one of '
     f'{", ".join(COLOURS)}. Answer "{tabletop.CANNOT}" when the instruction asks for anything '
     'else, or for a block or zone that is not on the table.',
-    subgoal=_GOAL, separator='; ', end='.', must_end=True,
+    subgoal=_GOAL, separators=(tabletop.AND, tabletop.THEN), end='.', must_end=True,
     cannot=tabletop.CANNOT.removesuffix('.'))
 
 
@@ -95,15 +96,15 @@ class Reader:
         self._held += text
         found: list[str] = []
         while not self._ended:
-            cuts = [(at, len(mark), mark) for mark in {self._grammar.separator, self._grammar.end}
-                    if (at := self._held.find(mark)) >= 0]
+            marks = {*self._grammar.separators, self._grammar.end}
+            cuts = [(at, len(mark), mark) for mark in marks if (at := self._held.find(mark)) >= 0]
             if not cuts:
                 break
             at, length, mark = min(cuts)
             piece, self._held = self._held[:at], self._held[at + length:]
             if subgoal := self._read(piece):
                 found.append(subgoal)
-            self._ended = self.cannot or (mark == self._grammar.end != self._grammar.separator)
+            self._ended = self.cannot or mark not in self._grammar.separators
         return found
 
     def finish(self) -> list[str]:

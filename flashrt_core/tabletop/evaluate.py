@@ -25,13 +25,11 @@ from flashrt_core.command_line import check_output
 from flashrt_core.command_line import run
 from flashrt_core.command_line import whole_number
 from flashrt_core.errors import ConfigError
-from flashrt_core.errors import ParameterInvalid
 from flashrt_core.tabletop.driver import Driver
 from flashrt_core.tabletop.driver import one_thread
 from flashrt_core.tabletop.instructions import describe
 from flashrt_core.tabletop.instructions import draw_task
 from flashrt_core.tabletop.instructions import Example
-from flashrt_core.tabletop.instructions import parse_plan
 from flashrt_core.tabletop.models import config_of
 from flashrt_core.tabletop.plan_writer import PlanWriter
 from flashrt_core.tabletop.subgoals import draw_goal
@@ -121,13 +119,9 @@ def whole(driver: Driver, number: int, writer: PlanWriter | None) -> Episode:
     :param writer: None takes the plan that is asked for.
     """
     world, example = request(number)
-    text = example.answer
+    plan = example.plan
     if writer is not None:
-        text = writer.write(example.scene, example.instruction).text
-    try:
-        plan = parse_plan(text)
-    except ParameterInvalid:
-        plan = ()
+        plan = writer.write(example.scene, example.instruction).goals or ()
     driver.reset(number)
     for goal in plan:
         pursue(driver, world, goal)

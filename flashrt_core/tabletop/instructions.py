@@ -4,7 +4,8 @@ This is the language that the small planner is trained on: a generated grammar o
 colours. The scene text is an oracle: it is written from the world's state, not seen by a camera.
 
 ``scene := "blocks: " C {", " C} ". zones: " C {", " C} "." {" " C " in " C "."}``
-``plan := goal {"; " goal} "." | "cannot."``        (goals as in ``tasks``)
+``plan := part {", then " part} "." | "cannot."``   (a part of the instruction each)
+``part := goal {"; " goal}``                        (goals as in ``tasks``)
 """
 
 from collections import Counter
@@ -27,6 +28,8 @@ from flashrt_core.tabletop.tasks import in_zone
 from flashrt_core.tabletop.tasks import parse_task
 
 CANNOT = 'cannot.'
+AND = '; '        # between goals of one part of an instruction
+THEN = ', then '  # between parts
 MOST_GOALS = 4
 _HELD_OUT_PAIRS = 6    # of the 36 pairs of block and zone colour
 _HELD_OUT_CHAINS = 4   # of the ordered pairs of kinds of parts
@@ -91,22 +94,28 @@ class Scene:
 
 @dataclass(frozen=True)
 class Example:
-    """One instruction in one scene; ``plan`` is empty where the robot cannot do it.
+    """One instruction in one scene.
 
+    ``parts``: the goals of each part of the instruction, none where the robot cannot do it;
     ``kinds``: of the parts of the instruction, ``asked``: (block, zone) pairs that it asks for,
     possible or not; both for the choice of what is held out.
     """
 
     instruction: str
     scene: Scene
-    plan: tuple[Goal, ...]
+    parts: tuple[tuple[Goal, ...], ...]
     kinds: tuple[str, ...]
     asked: frozenset[tuple[str, str]] = frozenset()
 
     @property
+    def plan(self) -> tuple[Goal, ...]:
+        """Return the goals of all parts."""
+        return tuple(goal for part in self.parts for goal in part)
+
+    @property
     def answer(self) -> str:
         """Return the text that the planner is to write."""
-        return format_plan(self.plan)
+        return format_plan(*self.parts)
 
     @property
     def held_out(self) -> bool:
@@ -139,9 +148,13 @@ HELD_OUT_CHAINS = _fixed_choice(
 )
 
 
-def format_plan(plan: Sequence[Goal]) -> str:
-    """Return a plan as text; ``parse_plan`` reads it back."""
-    return '; '.join(map(str, plan)) + '.' if plan else CANNOT
+def format_plan(*parts: Sequence[Goal]) -> str:
+    """Return a plan as text, the goals of each part of an instruction; ``parse_plan`` reads it.
+
+    A planner that writes where a part ends need not count the goals that are left of it: the small
+    one learnt the pairs of parts that it was never shown only with the mark between them.
+    """
+    return THEN.join(AND.join(map(str, part)) for part in parts) + '.' if any(parts) else CANNOT
 
 
 def parse_plan(text: str) -> tuple[Goal, ...]:
@@ -153,7 +166,8 @@ def parse_plan(text: str) -> tuple[Goal, ...]:
         return ()
     if not text.endswith('.'):
         raise ParameterInvalid(f'plan {text!r:.120} does not end with "."; it was cut short')
-    return tuple(goal for part in text[:-1].split('; ') for goal in parse_task(part))
+    goals = text[:-1].replace(THEN, AND).split(AND)
+    return tuple(goal for text in goals for goal in parse_task(text))
 
 
 def describe(state: WorldState) -> Scene:
@@ -287,11 +301,11 @@ def _draw(rng: np.random.Generator, scene: Scene | None = None, first: str = '',
     else:
         for at, part in enumerate(parts[1:]):
             text = _pick(rng, _CHAIN if at == 0 else _CHAIN[:2]).format(text, part.text)
-    goals = tuple(goal for part in parts for goal in part.goals)
+    goals = tuple(part.goals for part in parts)
     return Example(
         _dress(rng, text), scene, goals if all(part.possible for part in parts) else (),
         tuple(part.kind for part in parts),
-        frozenset((goal.block, goal.zone) for goal in goals if goal.zone))
+        frozenset((goal.block, goal.zone) for part in goals for goal in part if goal.zone))
 
 
 Asked = tuple[str, tuple[Goal, ...], bool]  # text, goals, whether the scene has what it names

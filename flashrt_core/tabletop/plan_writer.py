@@ -7,14 +7,17 @@ from pathlib import Path
 import time
 
 from flashrt_core.capsule import CapsuleStore
+from flashrt_core.errors import ParameterInvalid
 from flashrt_core.planners import make_planner
 from flashrt_core.planners import Options
 from flashrt_core.planners.qwen3_5.config import load_config
 from flashrt_core.planners.vocabularies import json_tokenizer
 from flashrt_core.runtime import pick_backend
+from flashrt_core.tabletop.instructions import parse_plan
 from flashrt_core.tabletop.instructions import prompt
 from flashrt_core.tabletop.instructions import Scene
 from flashrt_core.tabletop.planner_data import END
+from flashrt_core.tabletop.tasks import Goal
 
 SCENE = 'scene'
 STORE_BYTES = 16 << 20
@@ -36,6 +39,14 @@ class Written:
     drafted: int
     accepted: int
     ended: bool  # by the planner itself
+
+    @property
+    def goals(self) -> tuple[Goal, ...] | None:
+        """The goals, none for "cannot."; None where the text is no plan."""
+        try:
+            return parse_plan(self.text)
+        except ParameterInvalid:
+            return None
 
 
 class PlanWriter:

@@ -173,7 +173,7 @@ def evaluate(folder: Path, count: int, held_out: bool, device: str, seed: int,
         for done in range(1, count + 1):
             example = draw_example(rng, held_out)
             written = writer.write(example.scene, example.instruction)
-            right = written.ended and written.text == example.answer
+            right = written.ended and written.goals == example.plan
             exact += right
             if not right and shown < show:
                 shown += 1

@@ -75,16 +75,27 @@ def test_a_plan_names_only_what_is_on_the_table_and_comes_back_from_its_text() -
             assert goal.zone in ('', *example.scene.zones)
 
 
-@pytest.mark.parametrize('text', ['', 'go home', 'go home; fly.', 'put the red block.'])
+@pytest.mark.parametrize('text', ['', 'go home', 'go home; fly.', 'go home, then .',
+                                  'put the red block.'])
 def test_a_text_that_is_no_plan_is_refused(text: str) -> None:
     with pytest.raises(ParameterInvalid):
         parse_plan(text)
 
 
 def test_a_plan_as_text_reads_like_the_grammar() -> None:
-    plan = (Goal('put', 'red', 'blue'), Goal('pick', 'green'), Goal('home'))
-    text = 'put the red block in the blue zone; pick up the green block; go home.'
-    assert format_plan(plan) == text and format_plan(()) == 'cannot.'
+    parts = (Goal('put', 'red', 'blue'), Goal('pick', 'green')), (Goal('home'),)
+    text = 'put the red block in the blue zone; pick up the green block, then go home.'
+    assert format_plan(*parts) == text and format_plan() == format_plan(()) == 'cannot.'
+    assert parse_plan(text) == parse_plan(text.replace(', then ', '; ')) == (*parts[0], *parts[1])
+
+
+def test_what_stands_between_two_goals_says_whether_the_same_part_asks_for_them() -> None:
+    for example in draw(600) + draw(200, held_out=True):
+        if example.plan:
+            parts = example.answer[:-1].split(', then ')
+            assert len(parts) == len(example.kinds)
+            simple = [kind in ('put', 'pick', 'home') for kind in example.kinds]
+            assert not any('; ' in part for part, one in zip(parts, simple) if one)
 
 
 def test_the_scene_of_a_world_tells_blocks_zones_and_what_lies_in_them() -> None:
