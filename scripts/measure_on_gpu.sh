@@ -1,8 +1,8 @@
 #!/bin/sh
 # Checks and measures on one GPU what the README shows, into JSON files below OUT:
 #   scripts/measure_on_gpu.sh STAGE OUT [STAGE OUT ...]
-# Stages, in an order that fails early, with the seconds that each took on an H200 with 16 cores
-# (about: not run in this form); those of the planner begin nothing after nine minutes:
+# Stages, in an order that fails early, with the seconds that each took on an H200 with 16 cores,
+# or where it says about, by its parts; those of the planner begin nothing after nine minutes:
 #   tests       about 400: 1,000 restores of each policy and 512 drafted tokens of a planner at
 #               real width, at their full counts; FP8 of a policy at real size; all of the core
 #   ros_tests   about 100: those that start nodes

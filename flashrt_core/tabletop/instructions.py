@@ -151,8 +151,7 @@ HELD_OUT_CHAINS = _fixed_choice(
 def format_plan(*parts: Sequence[Goal]) -> str:
     """Return a plan as text, the goals of each part of an instruction; ``parse_plan`` reads it.
 
-    A planner that writes where a part ends need not count the goals that are left of it: the small
-    one learnt the pairs of parts that it was never shown only with the mark between them.
+    A planner that writes where a part ends need not count goals to know which part it is in.
     """
     return THEN.join(AND.join(map(str, part)) for part in parts) + '.' if any(parts) else CANNOT
 

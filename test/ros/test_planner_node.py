@@ -32,6 +32,14 @@ def until_latched(robot, sequence: int) -> None:
                f'subgoal {sequence} to be latched')
 
 
+def executing_unheard(planner, robot) -> Goal:
+    """A plan that waits for its first subgoal, whose node hears every further event too late."""
+    robot.run()
+    goal = planner.goal(TWO, wait=True).until('execute')
+    planner.node.link._heard = lambda *event: None
+    return goal
+
+
 @contextmanager
 def held_back(planner, goal: Callable[[], Goal]) -> Iterator[Goal]:
     """A plan that stands in a decode step until it is asked to end, however long that takes."""
@@ -227,9 +235,7 @@ def test_an_interrupt_of_the_executor_ends_the_plan_and_nothing_of_it_comes_late
 def test_a_subgoal_of_somebody_else_makes_the_executor_refuse_the_plans_next_one(
         tmp_path: Path, link: str) -> None:
     with planner_rig(tmp_path, link=link) as (planner, robot):
-        robot.run()
-        goal = planner.goal(TWO, wait=True).until('execute')
-        planner.node.link._heard = lambda *event: None  # as if the event came too late
+        goal = executing_unheard(planner, robot)
         assert robot.call('set_subgoal', subgoal=Subgoal(text='stop')).sequence == 2
         planner.outcome(1)
         result = goal.result()
@@ -241,9 +247,7 @@ def test_a_subgoal_of_somebody_else_makes_the_executor_refuse_the_plans_next_one
 def test_a_subgoal_for_a_past_episode_is_refused_and_nothing_of_its_plan_is_carried_out(
         tmp_path: Path, link: str) -> None:
     with planner_rig(tmp_path, link=link) as (planner, robot):
-        robot.run()
-        goal = planner.goal(TWO, wait=True).until('execute')
-        planner.node.link._heard = lambda *event: None  # as if the event came too late
+        goal = executing_unheard(planner, robot)
         robot.reset()
         planner.outcome(1)
         result = goal.result()
@@ -256,9 +260,7 @@ def test_a_subgoal_for_a_past_episode_is_refused_and_nothing_of_its_plan_is_carr
 def test_a_subgoal_planned_before_a_restore_is_refused_and_nothing_of_its_plan_is_carried_out(
         tmp_path: Path, link: str) -> None:
     with planner_rig(tmp_path, link=link) as (planner, robot):
-        robot.run()
-        goal = planner.goal(TWO, wait=True).until('execute')
-        planner.node.link._heard = lambda *event: None  # as if the event came too late
+        goal = executing_unheard(planner, robot)
         now = robot.call('restore', id='c0').epoch
         planner.outcome(1)
         result = goal.result()
