@@ -412,7 +412,8 @@ def _colours(rng: np.random.Generator, count: int) -> tuple[str, ...]:
 
 
 def _shuffled(rng: np.random.Generator, items: Sequence[str]) -> tuple[str, ...]:
-    return tuple(items[i] for i in np.argsort(rng.random(len(items)), kind='stable'))
+    keys = rng.random(len(items)).tolist()
+    return tuple(items[i] for i in sorted(range(len(items)), key=keys.__getitem__))
 
 
 def _pick(rng: np.random.Generator, items: Sequence[str]) -> str:

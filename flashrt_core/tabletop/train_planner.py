@@ -51,6 +51,7 @@ from flashrt_core.tabletop.planner_data import Lessons
 from flashrt_core.tabletop.planner_data import train_tokenizer
 from flashrt_core.tabletop.planner_data import VOCAB
 from flashrt_core.tabletop.training import digest_of
+from flashrt_core.tabletop.training import fused
 from flashrt_core.tabletop.training import hold_folder
 from flashrt_core.tabletop.training import load_record
 from flashrt_core.tabletop.training import Recipe
@@ -58,6 +59,7 @@ from flashrt_core.tabletop.training import replace
 from flashrt_core.tabletop.training import save_model
 from flashrt_core.tabletop.training import Score
 from flashrt_core.tabletop.training import take_weights
+from flashrt_core.tabletop.training import tf32_products
 from flashrt_core.tabletop.training import Training
 
 SIZES = dict(
@@ -92,13 +94,15 @@ def train(folder: Path, recipe: Recipe, device: torch.device, minutes: float,
           within: float = 0.0, lessons: Lessons = AS_DRAWN, begin: Path | None = None) -> int:
     """Train until ``recipe.steps`` or ``minutes`` are over; return the steps done in all.
 
-    :param within: minutes for the whole training, whatever steps that makes; 0 goes by the steps.
+    On a GPU its kernels are fused first, about a minute that no limit counts.
+
+    :param within: minutes for all the steps, as many as that makes; 0 goes by the steps.
     :param lessons: what is shown. :param begin: folder of a model to go on from, whose tokenizer
         it keeps; None begins with random weights.
     :raises ConfigError: the folder holds a training of another recipe; ``begin`` is no such model.
     """
     c = sizes()
-    record: dict[str, object] = {'sizes': SIZES, 'lessons': vars(lessons)}
+    record: dict[str, object] = {'sizes': SIZES, 'lessons': vars(lessons), 'length': LENGTH}
     if begin is None:
         w = {n: random_tensor(c, n, s).to(device) for n, s in tensor_specs(c).items()}
     else:
@@ -113,16 +117,18 @@ def train(folder: Path, recipe: Recipe, device: torch.device, minutes: float,
     if within:
         training.facts['within_minutes'] = within
     held = {ROPE: rope_table(c).to(device), **w}
-    per_sequence = torch.func.vmap(lambda t, y: loss_of(c, held, t, y))
     given = torch.zeros((2, recipe.batch, LENGTH), dtype=torch.int64, device=device)
 
-    def loss() -> dict[str, Tensor]:
+    def losses() -> dict[str, Tensor]:
         tokens, labels = given
         count = (labels != IGNORED).sum()
+        per_sequence = torch.func.vmap(lambda t, y: loss_of(c, held, t, y))
         main, ahead = (part.sum() / count for part in per_sequence(tokens, labels))
         return {'loss': main + MTP_SHARE * ahead, 'next': main, 'mtp': ahead}
 
-    with Batches(folder / TOKENIZER, recipe, lessons, training.done) as source:
+    with (Batches(folder / TOKENIZER, recipe, lessons, training.done) as source,
+          tf32_products()):
+        loss = fused(losses) if device.type == 'cuda' else losses
         begun = time.monotonic()
 
         def feed(step: int) -> None:

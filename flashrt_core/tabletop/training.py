@@ -260,6 +260,34 @@ class Training:
         return int(step)
 
 
+def fused(loss: Callable[[], Parts]) -> Callable[[], Parts]:
+    """Return a loss whose kernels, of both passes, ``torch.compile`` has made fewer.
+
+    Compiles, about a minute for a small planner; where that fails the loss itself is returned.
+    """
+    print('fusing the kernels of a step ...', flush=True)
+    begun = time.monotonic()
+    compiled = torch.compile(loss)
+    try:
+        next(iter(compiled().values())).backward()
+    except RuntimeError as error:  # what the compilers raise is one
+        print(f'kernels are not fused: {str(error).splitlines()[0]}', flush=True)
+        return loss
+    print(f'  {time.monotonic() - begun:.0f} s', flush=True)
+    return compiled
+
+
+@contextlib.contextmanager
+def tf32_products() -> Iterator[None]:
+    """Let float32 products of a GPU be of TF32 within the block: a training's noise is larger."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision('high')
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 def device_name(device: torch.device) -> str:
     """Return what the device calls itself."""
     return torch.cuda.get_device_name(device) if device.type == 'cuda' else 'CPU'

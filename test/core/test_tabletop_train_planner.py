@@ -25,6 +25,7 @@ from flashrt_core.tabletop.instructions import CANNOT
 from flashrt_core.tabletop.instructions import draw_example
 from flashrt_core.tabletop.instructions import HELD_OUT_PAIRS
 from flashrt_core.tabletop.instructions import prompt
+from flashrt_core.tabletop.models import config_of
 from flashrt_core.tabletop.planner_data import AS_DRAWN
 from flashrt_core.tabletop.planner_data import batch
 from flashrt_core.tabletop.planner_data import Batches
@@ -98,7 +99,7 @@ def test_a_batch_depends_on_seed_and_step_alone(tmp_path: Path) -> None:
     lessons = Lessons(0.5, 0.5)
     planner_data.train_tokenizer(tmp_path / 'tokenizer.json', 1, lessons)
     tokenizer = json_tokenizer(tmp_path / 'tokenizer.json')
-    tokens, labels = batch(tokenizer, lessons, 4, 96, 7, 2)
+    tokens, labels = batch(tokenizer, lessons, 4, planner_data.LENGTH, 7, 2)
     again = Batches(tmp_path / 'tokenizer.json', Recipe(steps=9, batch=4, seed=7), lessons, 1,
                     workers=1)
     with again as source:
@@ -119,6 +120,15 @@ def test_the_tokenizer_gives_every_example_back(tmp_path: Path) -> None:
         assert tokenizer.decode(before) == question and question.endswith('\nplan: ')
         assert tokenizer.decode(after[:-1]) == answer
         assert after[-1] == tokenizer.special[planner_data.END]
+
+
+def test_plans_that_are_held_out_fit_the_sequences_that_training_shows() -> None:
+    tokenizer = json_tokenizer(config_of(None, 'planner').parent / train_planner.TOKENIZER)
+    rng = np.random.default_rng(6)
+    for _ in range(300):
+        example = draw_example(rng, held_out=True)
+        whole = encode(tokenizer, prompt(example.scene, example.instruction), example.answer)
+        assert sum(map(len, whole)) <= planner_data.LENGTH, example
 
 
 def test_without_shares_the_lessons_are_the_language_as_it_is_drawn() -> None:
@@ -197,6 +207,46 @@ def test_a_training_goes_on_from_a_model_and_names_it(
     config.write_text(config.read_text().replace('mlp: 64', 'mlp: 128'))
     assert command(tmp_path / 'first', '--seed', '2') == 2
     assert 'holds a planner of other sizes' in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_a_fused_loss_trains_to_the_weights_of_a_plain_one(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, recipe = torch.device('cuda'), Recipe(steps=6, batch=4, warmup=2)
+    train(tmp_path / 'fused', recipe, cuda, 10)
+    monkeypatch.setattr(train_planner, 'fused', lambda loss: loss)
+    train(tmp_path / 'plain', recipe, cuda, 10)
+    fused, plain = (load_weights(tmp_path / name) for name in ('fused', 'plain'))
+    far = {name: float((fused[name] - w).norm() / w.norm()) for name, w in plain.items()}
+    assert max(far.values()) < 1e-2, far
+
+
+def test_a_loss_that_cannot_be_fused_is_used_as_it_is(
+        monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    weight = torch.ones(3, requires_grad=True)
+
+    def loss() -> dict[str, torch.Tensor]:
+        return {'loss': weight.square().sum()}
+
+    def without_compiler() -> dict[str, torch.Tensor]:
+        raise RuntimeError('Failed to find C compiler\nand more')
+
+    monkeypatch.setattr(torch, 'compile', lambda _: without_compiler)
+    assert training.fused(loss) is loss
+    assert 'kernels are not fused: Failed to find C compiler\n' in capsys.readouterr().out
+
+
+def test_products_are_of_tf32_only_while_a_planner_trains(tmp_path: Path) -> None:
+    seen = []
+
+    def watched(*_: object) -> int:
+        seen.append(torch.get_float32_matmul_precision())
+        return 2
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(training.Training, 'run', watched)
+        train(tmp_path, Recipe(steps=2, batch=2), CPU, 10)
+    assert seen == ['high'] and torch.get_float32_matmul_precision() == 'highest'
 
 
 def test_the_interval_is_wilsons() -> None:
