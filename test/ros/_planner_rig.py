@@ -39,11 +39,18 @@ class Goal:
     """One goal sent to the planner."""
 
     def __init__(self, rig: 'PlannerRig', **fields: Any) -> None:
-        self.feedback: list[Plan.Feedback] = []
         self._rig = rig
-        self.handle = _wait(self._sent(lambda: rig.client.send_goal_async(
-            Plan.Goal(**fields), feedback_callback=lambda m: self.feedback.append(m.feedback))))
+        self.handle = _wait(self._sent(lambda: rig.client.send_goal_async(Plan.Goal(**fields))))
         self._result = self._sent(self.handle.get_result_async)
+
+    @property
+    def feedback(self) -> list[Plan.Feedback]:
+        """Return all that was fed back so far.
+
+        From the topic: rclpy tells no more once it has the result, whatever is still queued then.
+        """
+        ours = bytes(self.handle.goal_id.uuid)
+        return [m.feedback for m in list(self._rig.fed_back) if bytes(m.goal_id.uuid) == ours]
 
     def _sent(self, send: Callable[[], Any]) -> Any:
         # On the spinning thread: rclpy loses a reply that comes before its request was noted.
@@ -98,9 +105,13 @@ class PlannerRig:
             PlannerStatus, f'{self.prefix}/status', self.statuses.append, qos.status())
         self._outcomes = self.probe.create_publisher(
             SubgoalOutcome, 'subgoal_outcome', qos.record())
-        self.client = ActionClient(self.probe, Plan, f'{self.prefix}/plan',
-                                   feedback_sub_qos_profile=QoSProfile(depth=EVERY_TOKEN))
+        self.client = ActionClient(self.probe, Plan, f'{self.prefix}/plan')
+        self.fed_back: list[Any] = []
+        heard = self.probe.create_subscription(
+            Plan.Impl.FeedbackMessage, f'{self.prefix}/plan/_action/feedback',
+            self.fed_back.append, QoSProfile(depth=EVERY_TOKEN))
         wait_until(self.client.server_is_ready, 'the action')
+        wait_until(lambda: heard.get_publisher_count() > 0, 'its feedback')
         wait_until(lambda: self._outcomes.get_subscription_count() > 0, 'the planner to listen')
         self._clients: dict[str, Any] = {}
 
