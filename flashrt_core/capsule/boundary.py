@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .marks import Mark
     from .marks import MarkRing
     from .stages import Stages
+    from .transfers import Way
 
 PACK_ALIGN = 256
 
@@ -75,12 +76,16 @@ class Piece:
 
 @dataclass(frozen=True)
 class Packing:
-    """Where each byte of a boundary with given extents lies in its packed form."""
+    """Where each byte of a boundary with given extents lies in its packed form.
+
+    :param ways: the prepared copies of a row to and from that form, made as they are asked for.
+    """
 
     pieces: tuple[Piece, ...]
     nbytes: int
     payload: int
     tensors: tuple[TensorRow, ...] = field(repr=False, default=())
+    ways: dict[int, Way] = field(repr=False, compare=False, default_factory=dict)
 
 
 class Boundary:
@@ -147,6 +152,7 @@ class Boundary:
         self._capacity = {entry.name: entry.tokens for entry in self.entries if entry.tokens}
         self._by_name = {entry.name: entry for entry in self.entries}
         self._packings: dict[tuple[int, ...], Packing] = {}
+        self._checked: dict[str, int] | None = None  # extents that were in order; never changed
 
     def check_closed(self) -> None:
         """Raise unless the live STATE buffers are those of construction, at the same places.
@@ -203,6 +209,9 @@ class Boundary:
 
     def check_extents(self, extents: Mapping[str, int]) -> dict[str, int]:
         """The extents in list order; raises BoundaryIncomplete unless each KV buffer is named."""
+        checked = self._checked
+        if checked is not None and extents == checked:
+            return checked.copy()
         if extents.keys() != self._capacity.keys():
             raise BoundaryIncomplete(
                 f'extents name {sorted(extents)}, the KV buffers are {sorted(self._capacity)}: '
@@ -215,6 +224,7 @@ class Boundary:
                 raise BoundaryIncomplete(
                     f'extent of {name!r} is {tokens}, its capacity is 0 to {capacity} tokens'
                 )
+        self._checked = found.copy()
         return found
 
     def ranges(self, row: int = 0) -> list[tuple[int, int]]:

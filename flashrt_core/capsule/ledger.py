@@ -6,9 +6,7 @@ from collections import Counter
 from collections import deque
 from collections import OrderedDict
 from collections.abc import Callable
-from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass
 from dataclasses import replace
 import threading
@@ -122,6 +120,26 @@ class Counted:
             )
 
 
+class Claim:
+    """A name held while its capsule is made; a plain class, being on the path of a snapshot."""
+
+    __slots__ = ('_asked', '_key', '_ledger', '_session')
+
+    def __init__(self, ledger: Ledger, session: str, capsule_id: str | None) -> None:
+        self._ledger = ledger
+        self._session = session
+        self._asked = capsule_id
+
+    def __enter__(self) -> Key:
+        """Hold the name; raises CapsuleExists, CapsuleIdInvalid."""
+        self._key = self._ledger.hold_name(self._session, self._asked)
+        return self._key
+
+    def __exit__(self, *exc: object) -> None:
+        """Let it go: its capsule is listed now, or there is none."""
+        self._ledger.free_name(self._key)
+
+
 class Ledger:
     """Names, use and reasons.
 
@@ -160,9 +178,15 @@ class Ledger:
         """Note every refusal of the verb inside with its code and reason."""
         return Counted(self, capsule_id)
 
-    @contextmanager
-    def claim(self, session: str, capsule_id: str | None) -> Iterator[Key]:
+    def claim(self, session: str, capsule_id: str | None) -> Claim:
         """Hold a free name while its capsule is made; None picks the next ``c000001``."""
+        return Claim(self, session, capsule_id)
+
+    def hold_name(self, session: str, capsule_id: str | None) -> Key:
+        """Begin a claim.
+
+        :raises CapsuleExists: the name is taken, or claimed by another call.
+        """
         with self.lock:
             key = (session, self._next_name(session) if capsule_id is None else capsule_id)
             check_id(key[1])
@@ -171,11 +195,12 @@ class Ledger:
                     f'capsule {key[1]!r} exists already: drop it first or use another id'
                 )
             self._claimed.add(key)
-        try:
-            yield key
-        finally:
-            with self.lock:
-                self._claimed.discard(key)
+        return key
+
+    def free_name(self, key: Key) -> None:
+        """End a claim."""
+        with self.lock:
+            self._claimed.discard(key)
 
     def _next_name(self, session: str) -> str:
         while True:

@@ -22,8 +22,9 @@ from ..errors import FlashrtError
 from ..errors import IdentityMismatch
 from ..errors import SessionPoisoned
 from ..runtime import Backend
+from .arena import Place
 from .boundary import Boundary
-from .boundary import Piece
+from .boundary import Packing
 from .identity import describe_diff
 from .ledger import Capsule
 from .ledger import Thawed
@@ -31,6 +32,8 @@ from .records import Tier
 from .tiers import Tiers
 from .transfers import Copies
 from .transfers import match
+from .transfers import nothing
+from .transfers import Way
 
 Written = tuple[torch.Tensor, Any]
 
@@ -53,20 +56,30 @@ class Live:
         self._backend = backend
         self._tiers = tiers
 
-    def freeze(self, boundary: Boundary, extents: Mapping[str, int], row: int, tier: Tier,
-               name: str) -> Thawed:
-        """Copy one row into new pages and prepare the way back; nothing is kept if it fails."""
-        packing = boundary.packing(extents)
+    def freeze(self, boundary: Boundary, packing: Packing, row: int, tier: Tier, name: str,
+               describe: Callable[[Place], Capsule]) -> Capsule:
+        """Copy one row into new pages and prepare the way back; nothing is kept if it fails.
+
+        :param describe: makes the capsule of these pages, while the device copies.
+        """
         arena = self._tiers.arena(tier)
         place = self._tiers.room(arena, packing.nbytes, f'snapshot {name!r}')
         assert place is not None
+        made: list[Capsule] = []
+
+        def meanwhile() -> None:
+            capsule = describe(place)
+            capsule.fits = (weakref.ref(boundary), True)
+            capsule.thawed = Thawed(weakref.ref(boundary), place, (row,), way.down(segments))
+            made.append(capsule)
+
         try:
-            back = Copies(match(packing.pieces, arena.segments(place), row))
-            self._move(boundary, back.reversed(), arena.tier)
+            way, segments = _way(packing, row), arena.segments(place)
+            self._move(boundary, way.up(segments), arena.tier, meanwhile)
         except BaseException:
             self._tiers.give(place)
             raise
-        return Thawed(weakref.ref(boundary), place, (row,), back)
+        return made[0]
 
     def thaw(
         self,
@@ -131,8 +144,8 @@ class Live:
         if place is None:
             return
         try:
-            ranges = match(self._pieces(boundary, capsule), gpu.segments(place), row)
-            self._move(boundary, Copies(ranges).reversed(), 'gpu')
+            way = _way(self._packing(boundary, capsule), row)
+            self._move(boundary, way.up(gpu.segments(place)), 'gpu')
         except BaseException as error:
             self._tiers.give(place)
             if not isinstance(error, FlashrtError):
@@ -166,21 +179,25 @@ class Live:
         ):
             return known.copies
         segments = self._tiers.arenas[place.tier].segments(place)
-        pieces = self._pieces(boundary, capsule)
-        copies = Copies(np.concatenate([match(pieces, segments, row) for row in rows]))
+        packing = self._packing(boundary, capsule)
+        if len(rows) == 1:
+            copies = _way(packing, rows[0]).down(segments)
+        else:
+            copies = Copies(np.concatenate([match(packing.pieces, segments, r) for r in rows]))
         capsule.thawed = Thawed(weakref.ref(boundary), place, rows, copies)
         return copies
 
-    def _pieces(self, boundary: Boundary, capsule: Capsule) -> Sequence[Piece]:
-        return boundary.packing(boundary.check_extents(capsule.header.info.extents)).pieces
+    def _packing(self, boundary: Boundary, capsule: Capsule) -> Packing:
+        return boundary.packing(boundary.check_extents(capsule.header.info.extents))
 
-    def _move(self, boundary: Boundary, copies: Copies, tier: str) -> None:
+    def _move(self, boundary: Boundary, copies: Copies, tier: str,
+              meanwhile: Callable[[], None] = nothing) -> None:
         """One submission on the lane's stream, waited for."""
         if boundary.lane is None:
             self._backend.synchronize()
         mover = self._tiers.mover
         move = mover.device if tier == 'gpu' else mover.host
-        move(copies, _stream(boundary))
+        move(copies, _stream(boundary), meanwhile)
 
 
 def check_overrides(
@@ -191,6 +208,8 @@ def check_overrides(
     :raises ConfigError: no such state buffer, another number of values than rows, a tensor of
         another shape or dtype, a number that the dtype does not hold.
     """
+    if not overrides:
+        return []
     found: list[Written] = []
     names = [entry.name for entry in boundary.entries]
     for name, values in overrides.items():
@@ -281,6 +300,13 @@ def check_fits(boundary: Boundary, capsule: Capsule, numerics: str) -> bool:
     same = mine.numerics_digest == theirs.numerics_digest
     capsule.fits = (weakref.ref(boundary), same)
     return same
+
+
+def _way(packing: Packing, row: int) -> Way:
+    way = packing.ways.get(row)
+    if way is None:
+        way = packing.ways[row] = Way(packing.pieces, row)
+    return way
 
 
 def _stream(boundary: Boundary) -> Any:

@@ -25,11 +25,13 @@ class PagePool:
         """Runs (first page, pages) that sum up to `pages`, or None where too few are free."""
         if pages > self.free:
             return None
-        fitting = [run for run in self._runs if run[1] >= pages]
-        if fitting:
-            start, length = min(fitting, key=lambda run: run[1])
-            chosen = [(start, pages)]
-            self._cut((start, length), pages)
+        best: tuple[int, int] | None = None
+        for run in self._runs:
+            if run[1] >= pages and (best is None or run[1] < best[1]):
+                best = run
+        if best is not None:
+            chosen = [(best[0], pages)]
+            self._cut(best, pages)
         else:
             chosen = []
             left = pages

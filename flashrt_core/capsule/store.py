@@ -19,6 +19,7 @@ from ..errors import ConfigError
 from ..errors import MarkDead
 from ..errors import TierUnavailable
 from ..runtime import Backend
+from .arena import Place
 from .arrival import Arrival
 from .boundary import Boundary
 from .disk import DiskTier
@@ -135,24 +136,26 @@ class CapsuleStore:
             extents = boundary.extents()
             packing = boundary.packing(extents)
             parent, exact = boundary.origin(row)
-            thawed = self._live.freeze(boundary, extents, row, wanted, key[1])
-            info = CapsuleInfo(
-                id=key[1],
-                label=label,
-                tier=wanted,
-                session=boundary.session,
-                identity=boundary.identity,
-                parent=parent,
-                position=boundary.position(),
-                extents=extents,
-                size_bytes=packing.payload,
-                created=utc_now(),
-                pinned=pin,
-                bit_exact=exact,
-            )
-            header = Header(info, packing.tensors, packing.nbytes)
-            capsule = Capsule(key, header, thawed.place, pin)
-            capsule.thawed = thawed
+            position = boundary.position()
+
+            def describe(place: Place) -> Capsule:
+                info = CapsuleInfo(
+                    id=key[1],
+                    label=label,
+                    tier=wanted,
+                    session=boundary.session,
+                    identity=boundary.identity,
+                    parent=parent,
+                    position=position,
+                    extents=extents,
+                    size_bytes=packing.payload,
+                    created=utc_now(),
+                    pinned=pin,
+                    bit_exact=exact,
+                )
+                return Capsule(key, Header(info, packing.tensors, packing.nbytes), place, pin)
+
+            capsule = self._live.freeze(boundary, packing, row, wanted, key[1], describe)
             if wanted == 'disk':
                 self._tiers.begin_on_disk(capsule)
             else:
@@ -337,7 +340,7 @@ class CapsuleStore:
         if isinstance(to, str):
             return self.restore(boundary, to, numerics=numerics, proof=proof)
         _check_proof(proof, None)
-        if not isinstance(to, Mark | None) or not isinstance(boundaries, int | None):
+        if not isinstance(to, Mark) and not isinstance(boundaries, int):
             raise ConfigError(
                 f'rollback to {to!r:.80} by {boundaries!r:.80} boundaries is refused: give a '
                 'capsule id, a mark, or a whole number of boundaries'

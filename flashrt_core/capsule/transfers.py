@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Sequence
 import ctypes
@@ -88,21 +89,65 @@ class Copies:
     """
 
     def __init__(self, ranges: np.ndarray) -> None:
-        self.ranges = ranges
         self.nbytes = int(ranges[:, 2].sum())
         self.parts = [pieces(part) for part in _parts(ranges, self.nbytes)]
+        self._first: tuple[Copies, int, int] | None = None
 
     def reversed(self) -> Copies:
         """The same copies the other way."""
-        back = object.__new__(Copies)
-        back.ranges, back.nbytes = self.ranges[:, [1, 0, 2]], self.nbytes
-        back.parts = [Pieces(part.rows[:, [1, 0, 2]]) for part in self.parts]
-        return back
+        return self._with([Pieces(part.rows[:, [1, 0, 2]]) for part in self.parts])
+
+    def moved(self, source: int, target: int) -> Copies:
+        """The same copies between addresses so many bytes further on."""
+        by = np.array((source, target, 0), np.int64)
+        moved = self._with([Pieces(part.rows + by) for part in self.parts])
+        moved._first = (self, source, target)
+        return moved
+
+    def _with(self, parts: list[Pieces]) -> Copies:
+        made = object.__new__(Copies)
+        made.nbytes, made.parts, made._first = self.nbytes, parts, None
+        return made
 
     @functools.cached_property
     def joined(self) -> list[tuple[int, int, int]]:
         """The copies for DMA: neighbours joined, empty ones left out."""
-        return coalesce(self.ranges)
+        if self._first is None:
+            return coalesce(np.concatenate([part.rows for part in self.parts]))
+        first, source, target = self._first
+        return [(s + source, t + target, n) for s, t, n in first.joined]
+
+
+class Way:
+    """Copies between one row of live memory and its stored form, all but for where that lies.
+
+    Nearly every capsule lies in one run of pages; then only an address is added for each.
+
+    :param found: the pieces of a packing.
+    """
+
+    def __init__(self, found: Sequence[Piece], row: int) -> None:
+        self._pieces, self._row = found, row
+        self._down = Copies(np.array(
+            [(p.packed, p.address + row * p.row_stride, p.nbytes) for p in found], np.int64
+        ).reshape(-1, 3))
+        self._up = self._down.reversed()
+
+    def down(self, segments: Sequence[Segment]) -> Copies:
+        """From stored form to live memory."""
+        if len(segments) != 1:
+            return Copies(match(self._pieces, segments, self._row))
+        return self._down.moved(segments[0][1], 0)
+
+    def up(self, segments: Sequence[Segment]) -> Copies:
+        """From live memory to stored form."""
+        if len(segments) != 1:
+            return self.down(segments).reversed()
+        return self._up.moved(0, segments[0][1])
+
+
+def nothing() -> None:
+    """Do nothing meanwhile."""
 
 
 class Mover:
@@ -122,27 +167,37 @@ class Mover:
         self._table = CopyTable(backend, CAPACITY)
         self._digests = DigestTable(backend, CAPACITY)
 
-    def device(self, copies: Copies, stream: Any = None) -> None:
+    def device(self, copies: Copies, stream: Any = None,
+               meanwhile: Callable[[], None] = nothing) -> None:
         """Copy within device memory and wait: one submission per 2,048 pieces of 2 MiB.
 
         :param stream: the lane's where live memory is touched, None for the store's own.
+        :param meanwhile: called while the device copies; reads none of what is written.
         """
         with self._device_lock:
             for part in copies.parts:
                 self._table.fill(part)
                 self._table.submit(stream or self._stream)
-            wait_for(self._table.event, copies.nbytes)
+            try:
+                meanwhile()
+            finally:
+                wait_for(self._table.event, copies.nbytes)
 
-    def host(self, copies: Copies, stream: Any = None) -> None:
-        """Copy between device and pinned host memory and wait."""
+    def host(self, copies: Copies, stream: Any = None,
+             meanwhile: Callable[[], None] = nothing) -> None:
+        """Copy between device and pinned host memory and wait; parameters as of `device`."""
         if not self._cuda:
             for source, target, size in copies.joined:
                 ctypes.memmove(target, source, size)
+            meanwhile()
             return
         with self._host_lock:
             self._submit_host(copies.joined, (stream or self._stream).cuda_stream)
             self._host_event.record(stream or self._stream)
-            wait_for(self._host_event, copies.nbytes)
+            try:
+                meanwhile()
+            finally:
+                wait_for(self._host_event, copies.nbytes)
 
     def start(self, ranges: list[tuple[int, int, int]], stream: Any) -> None:
         """Submit (source, target, bytes) in this order to a stream; on the cpu they are done."""
@@ -189,6 +244,8 @@ def wait_for(event: Event, nbytes: int) -> None:
         if time.perf_counter() > spin_until:
             break
         time.sleep(0.0)
+    else:
+        return
     if not event.wait(TIMEOUT_S):
         raise CapsuleError(
             f'a capsule copy of {nbytes} bytes did not finish within {TIMEOUT_S} s: the device '

@@ -109,8 +109,8 @@ def state_pages(session: Session) -> int:
 
 def failing(after: int, error: BaseException) -> Callable[..., None]:
     """A mover that copies `after` ranges with memmove, then raises: a fault during submission."""
-    def copy(copies: Any, stream: Any = None) -> None:
-        for source, target, size in copies.ranges.tolist()[:after]:
+    def copy(copies: Any, stream: Any = None, meanwhile: Any = None) -> None:
+        for source, target, size in copies.joined[:after]:
             ctypes.memmove(target, source, size)
         raise error
     return copy

@@ -99,6 +99,23 @@ def test_extents_that_do_not_name_each_kv_buffer_in_range_are_refused(
         Boundary(buffers, IDENTITY, lambda: extent).ranges()
 
 
+def test_extents_are_checked_anew_whenever_they_change(backend: Backend) -> None:
+    boundary = Session(backend).boundary
+    first = boundary.check_extents({'kv.1': 5, 'kv.0': 4})
+    again = boundary.check_extents({'kv.1': 5, 'kv.0': 4})
+    assert list(again.items()) == [('kv.0', 4), ('kv.1', 5)] == list(first.items())
+    again['kv.1'] = 97  # what was handed out is the caller's own
+    with pytest.raises(BoundaryIncomplete, match=r"'kv\.1' is 97"):
+        boundary.check_extents({'kv.0': 4, 'kv.1': 97})
+    assert boundary.check_extents({'kv.0': 4, 'kv.1': 5}) == {'kv.0': 4, 'kv.1': 5}
+    first['kv.1'] = 98
+    with pytest.raises(BoundaryIncomplete, match=r"'kv\.1' is 98"):
+        boundary.check_extents({'kv.0': 4, 'kv.1': 98})
+    with pytest.raises(BoundaryIncomplete, match='name'):
+        boundary.check_extents({'kv.0': 4})
+    assert boundary.check_extents({'kv.0': 4.5, 'kv.1': 5}) == {'kv.0': 4, 'kv.1': 5}
+
+
 def test_the_buffer_layout_is_part_of_the_identity(backend: Backend) -> None:
     one = Session(backend).boundary.identity
     reordered = Boundary(BufferSet(backend, SPECS[::-1]), IDENTITY).identity

@@ -1,0 +1,134 @@
+"""Transfers: copies prepared once a packing; what the host does while the device copies."""
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from _capsules import Session
+from _capsules import small_store
+import numpy as np
+import pytest
+
+from flashrt_core.capsule import store as store_module
+from flashrt_core.capsule import transfers
+from flashrt_core.capsule.boundary import Piece
+from flashrt_core.capsule.transfers import Copies
+from flashrt_core.capsule.transfers import match
+from flashrt_core.capsule.transfers import Way
+from flashrt_core.kernels.copy import PIECE
+from flashrt_core.runtime import Backend
+from flashrt_core.runtime import cpu_backend
+
+PIECES = (
+    Piece(0, 1 << 32, 4096, 700, True),
+    Piece(768, 2 << 32, 2 * PIECE, 2 * PIECE + 70, False),
+    Piece(2 * PIECE + 1024, (2 << 32) + 4 * PIECE, 512, 256, False),
+    Piece(2 * PIECE + 1280, (2 << 32) + 4 * PIECE + 256, 512, 256, False),
+)
+ONE_RUN = [(0, 3 << 32, 4 * PIECE)]
+TWO_RUNS = [(0, 3 << 32, PIECE), (PIECE, 7 << 32, 3 * PIECE)]
+
+
+class Late:
+    """A device on the cpu whose copies are done when they are waited for, not before."""
+
+    def __init__(self, store: Any, patch: pytest.MonkeyPatch) -> None:
+        self.pending: list[tuple[int, int, int]] = []
+        self.waits = 0
+        self.at_wait: Any = lambda: None
+        table = store._tiers.mover._table
+        patch.setattr(table, 'submit',
+                      lambda stream: self.pending.extend(table._table.rows.tolist()))
+        patch.setattr(transfers, 'wait_for', self._wait)
+
+    def _wait(self, event: Any, nbytes: int) -> None:
+        self.at_wait()
+        for source, target, size in self.pending:
+            ctypes.memmove(target, source, size)
+        self.pending.clear()
+        self.waits += 1
+
+
+@pytest.mark.parametrize('row', [0, 3])
+@pytest.mark.parametrize('segments', [ONE_RUN, TWO_RUNS], ids=['one run', 'two runs'])
+def test_a_way_gives_the_copies_that_matching_each_piece_gives(
+    segments: list[tuple[int, int, int]], row: int
+) -> None:
+    way, plain = Way(PIECES, row), Copies(match(PIECES, segments, row))
+    for mine, other in ((way.down(segments), plain), (way.up(segments), plain.reversed())):
+        assert mine.nbytes == other.nbytes == sum(piece.nbytes for piece in PIECES)
+        assert mine.joined == other.joined
+        assert len(mine.parts) == len(other.parts)
+        for part, same in zip(mine.parts, other.parts):
+            assert np.array_equal(part.rows, same.rows)
+
+
+def test_neighbours_are_joined_for_dma_however_they_were_cut() -> None:
+    copies = Copies(np.array([(100, 900, PIECE + 5), (105 + PIECE, 905 + PIECE, 7), (8, 9, 0)]))
+    assert len(copies.parts[0].rows) == 3
+    assert copies.joined == [(100, 900, PIECE + 12)]
+    assert copies.moved(10, 20).joined == [(110, 920, PIECE + 12)]
+    assert copies.reversed().joined == [(900, 100, PIECE + 12)]
+
+
+def test_a_snapshot_is_described_while_its_bytes_move_and_listed_once_they_are_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    backend = cpu_backend()
+    session, store = Session(backend), small_store(backend)
+    session.fill(1)
+    image, late, told = session.image(), Late(store, monkeypatch), []
+    monkeypatch.setattr(store_module, 'utc_now', lambda: told.append(len(late.pending)) or 'now')
+    late.at_wait = lambda: told.append(store.list())
+    assert store.snapshot(session.boundary, 'a').created == 'now'
+    copies = told[0]
+    assert copies > 0 and told[1:] == [[]]
+    assert [info.id for info in store.list()] == ['a'] and late.waits == 1
+    session.fill(2)
+    session.boundary.on_restore.append(lambda *_: told.append(session.image() == image))
+    late.at_wait = lambda: None
+    store.restore(session.boundary, 'a')
+    assert told[2:] == [True] and session.image() == image
+
+
+def test_pages_of_a_snapshot_that_cannot_be_described_go_back_after_its_copy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    backend = cpu_backend()
+    session, store = Session(backend), small_store(backend)
+    late, free = Late(store, monkeypatch), []
+    late.at_wait = lambda: free.append(store.usage()['gpu'].used_bytes)
+
+    def fails() -> str:
+        raise OSError('no clock')
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store_module, 'utc_now', fails)
+        with pytest.raises(OSError, match='no clock'):
+            store.snapshot(session.boundary, 'a')
+    assert late.waits == 1 and free[0] > 0
+    assert store.usage()['gpu'].used_bytes == 0 and store.list() == []
+    store.snapshot(session.boundary, 'a')
+
+
+def test_a_snapshot_in_several_runs_of_pages_comes_back_byte_for_byte(backend: Backend) -> None:
+    session, store = Session(backend), small_store(backend, gpu=4 << 20)
+    session.length, free = 8, []
+    session.fill(0)
+    count = 0
+    while store.usage()['gpu'].used_bytes < store.usage()['gpu'].budget_bytes:
+        store.snapshot(session.boundary, f'{count}', pin=True)
+        count += 1
+    for number in range(0, count, 2):
+        store.pin(f'{number}', False)
+        store.drop(f'{number}')
+        free.append(number)
+    session.length = 96
+    session.fill(3)
+    image = session.image()
+    store.snapshot(session.boundary, 'wide')
+    assert len(free) > 2 and len(store._ledger.find('', 'wide').place.runs) > 1
+    for _ in range(2):
+        session.fill(4)
+        store.restore(session.boundary, 'wide')
+        assert session.image() == image
