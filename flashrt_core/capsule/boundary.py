@@ -152,6 +152,7 @@ class Boundary:
         self._capacity = {entry.name: entry.tokens for entry in self.entries if entry.tokens}
         self._by_name = {entry.name: entry for entry in self.entries}
         self._packings: dict[tuple[int, ...], Packing] = {}
+        self._small: tuple[Packing, int] | None = None  # the arena's part and its gaps
         self._checked: dict[str, int] | None = None  # extents that were in order; never changed
 
     def check_closed(self) -> None:
@@ -306,7 +307,9 @@ class Boundary:
 
     def adopt_branches(self, rows: Iterable[int], parent: str, bit_exact: bool) -> None:
         """Record what the rows above 0 were restored from; the others stay as they are."""
-        self._branches.update({row: (parent, bit_exact) for row in rows if row})
+        for row in rows:
+            if row:
+                self._branches[row] = (parent, bit_exact)
 
     def origin(self, row: int) -> tuple[str, bool]:
         """Whose child a row's state is, and whether it is bit-exact; others go with row 0."""
@@ -318,22 +321,16 @@ class Boundary:
         clone = object.__new__(Boundary)
         clone.__dict__.update(self.__dict__)
         clone._hidden = self._hidden | {self._by_name[name].name}
-        clone._packings = {}
+        clone._packings, clone._small = {}, None
         clone.on_restore = list(self.on_restore)
         return clone
 
     def _pack(self, extents: Mapping[str, int]) -> Packing:
-        pieces: list[Piece] = []
-        tensors: list[TensorRow] = []
-        at = payload = 0
-        for start, size in self._arena_runs():
-            pieces.append(Piece(at, self._arena + start, self._arena_row, size, True))
-            tensors += [
-                _row(e, e.shape, at + e.offset - start, e.nbytes)
-                for e in self.entries
-                if e.offset >= 0 and start <= e.offset < start + size and self._shown(e)
-            ]
-            at = _align(at + size)
+        if self._small is None:
+            arena = self._pack_arena()
+            self._small = arena, sum(row.name.startswith(GAP) for row in arena.tensors)
+        (first, gaps), tensors = self._small, []
+        pieces, at = list(first.pieces), first.nbytes
         for entry in self.entries:
             if entry.offset >= 0 or not self._shown(entry):
                 continue
@@ -346,7 +343,24 @@ class Boundary:
                 pieces.append(Piece(at, entry.address, entry.row_stride, size, small))
             at = _align(at + size)
         payload = sum(piece.nbytes for piece in pieces)
-        return Packing(tuple(pieces), at, payload, tuple(_fill_gaps(tensors, at)))
+        filled = _fill_gaps(tensors, first.nbytes, at, gaps)
+        return Packing(tuple(pieces), at, payload, (*first.tensors, *filled))
+
+    def _pack_arena(self) -> Packing:
+        """The arena's part, which lies first and is the same with all extents."""
+        pieces: list[Piece] = []
+        tensors: list[TensorRow] = []
+        at = 0
+        for start, size in self._arena_runs():
+            pieces.append(Piece(at, self._arena + start, self._arena_row, size, True))
+            tensors += [
+                _row(e, e.shape, at + e.offset - start, e.nbytes)
+                for e in self.entries
+                if e.offset >= 0 and start <= e.offset < start + size and self._shown(e)
+            ]
+            at = _align(at + size)
+        payload = sum(piece.nbytes for piece in pieces)
+        return Packing(tuple(pieces), at, payload, tuple(_fill_gaps(tensors, 0, at, 0)))
 
     def _shown(self, entry: Entry) -> bool:
         return entry.name not in self._hidden
@@ -374,8 +388,9 @@ def _row(entry: Entry, shape: tuple[int, ...], begin: int, size: int) -> TensorR
     return TensorRow(entry.name, entry.dtype, shape, begin, begin + size)
 
 
-def _fill_gaps(tensors: Iterable[TensorRow], end: int) -> Iterable[TensorRow]:
-    at = gaps = 0
+def _fill_gaps(tensors: Iterable[TensorRow], begin: int, end: int, gaps: int
+               ) -> Iterable[TensorRow]:
+    at = begin
     last = TensorRow('', 'U8', (0,), end, end)
     for row in [*sorted(tensors, key=lambda r: (r.begin, r.end)), last]:
         if row.begin > at:

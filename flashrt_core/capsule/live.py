@@ -100,10 +100,13 @@ class Live:
         assert capsule.place is not None
         tier = capsule.place.tier
         started = time.perf_counter()
-        try:
+
+        def marks_die() -> None:
             if 0 in rows:
                 boundary.note_kv_rewrite(0)
-            self._move(boundary, copies, tier)
+
+        try:
+            self._move(boundary, copies, tier, marks_die)
             if proof == 'digest':
                 self._prove(boundary, capsule, copies)
             copy_us = (time.perf_counter() - started) * 1e6
@@ -111,6 +114,7 @@ class Live:
             write(written)
             finish()
         except BaseException as error:
+            marks_die()
             raise self.poison(boundary, f'restore of {capsule.key[1]!r}', error) from error
         return copy_us
 

@@ -150,7 +150,7 @@ class MarkRing:
     def kill_above(self, from_token: int) -> None:
         """Kill marks whose KV reaches beyond `from_token`, which is about to be rewritten."""
         for mark in list(self._marks):
-            if max(mark.extents.values(), default=0) > from_token:
+            if mark.extents and max(mark.extents.values()) > from_token:
                 self._drop(mark, f'KV from token {from_token} on was rewritten')
 
     def _drop(self, mark: Mark, reason: str) -> None:

@@ -1,6 +1,7 @@
 """Marks: small state in a ring, rollback by mark, by boundaries and by capsule."""
 from __future__ import annotations
 
+from _capsules import failing
 from _capsules import Session
 from _capsules import small_store
 from _capsules import SPECS
@@ -132,6 +133,21 @@ def test_a_restore_kills_marks_with_kv_but_not_those_without(backend: Backend) -
         store.rollback(with_kv.boundary, dead)
     store.rollback(policy.boundary, alive)
     assert policy.image() == image
+
+
+def test_a_restore_that_fails_half_way_kills_the_marks_whose_kv_it_may_have_rewritten(
+        backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    session, store = Session(backend), small_store(backend)
+    store.snapshot(session.boundary, 'C0')
+    mark = store.mark(session.boundary)
+    with monkeypatch.context() as patch:
+        patch.setattr(store._tiers.mover, 'device', failing(0, RuntimeError('bus fault')))
+        with pytest.raises(SessionPoisoned, match='bus fault'):
+            store.restore(session.boundary, 'C0')
+    assert mark.dead == 'KV from token 0 on was rewritten'
+    session.boundary.poisoned = None
+    with pytest.raises(MarkDead, match='KV from token 0'):
+        store.rollback(session.boundary, mark)
 
 
 def test_rollback_to_an_id_restores_the_capsule(backend: Backend) -> None:
