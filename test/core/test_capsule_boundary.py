@@ -5,6 +5,7 @@ from _capsules import IDENTITY
 from _capsules import KV
 from _capsules import Session
 from _capsules import SPECS
+from _capsules import TOKENS
 import pytest
 import torch
 
@@ -88,6 +89,22 @@ def test_packed_pieces_are_aligned_and_tensors_cover_every_byte(backend: Backend
         assert at == packing.nbytes
         assert {row.name for row in packing.tensors if not row.name.startswith('_gap')} == set(
             STATE)
+
+
+def test_gaps_are_numbered_through_and_a_hidden_buffer_is_in_no_packing(backend: Backend) -> None:
+    odd = (BufferSpec(f'kv.odd{n}', Role.STATE, torch.uint8, (TOKENS, 2, 1, 3), kind=Kind.KV)
+           for n in range(3))
+    session = Session(backend, specs=(*SPECS, *odd))
+    for length in (96, 1):
+        session.length = length
+        packing = session.boundary.packing(session.boundary.extents())
+        gaps = [row.name for row in packing.tensors if row.name.startswith('_gap')]
+        assert gaps == [f'_gap.{number}' for number in range(len(gaps))] and len(gaps) > 5
+    boundary = session.boundary._without_for_tests('recurrent')
+    packing = boundary.packing(boundary.extents())
+    assert 'recurrent' not in {row.name for row in packing.tensors}
+    where = boundary.entries[3].address
+    assert not [p for p in packing.pieces if p.address <= where < p.address + p.nbytes]
 
 
 @pytest.mark.parametrize('extent', [{}, {'kv.0': 1}, {'kv.0': 1, 'kv.1': 97},
