@@ -70,6 +70,8 @@ def card(name: str, folder: Path, scores: Mapping[str, Any]) -> str:
         how = HOW[name].format(f'FOLDER{number}')
         how += f' --begin FOLDER{number - 1}' if 'begin' in stage else ''
         how += ''.join(f' --{k} {v}' for k, v in stage.get('lessons', {}).items() if v)
+        minutes = stage.get('facts', {}).get('within_minutes')
+        how += f' --within {minutes}' if minutes else ''
         lines += ['', f'`{how}`', '', '| | |', '|---|---|',
                   *(f'| {key} | {_shown(value)} |' for key, value in _facts(stage))]
     lines += ['', _size_of(folder / f'{name}.safetensors'), '', '## Score', '']

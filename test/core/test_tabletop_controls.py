@@ -1,6 +1,7 @@
 """The comparisons run through with models that know nothing, and their rows say what they are."""
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from flashrt_core.tabletop import train_policy
 from flashrt_core.tabletop.driver import Driver
 from flashrt_core.tabletop.model_cards import main as cards
 from flashrt_core.tabletop.planner_data import Lessons
+from flashrt_core.tabletop.training import load_record
 from flashrt_core.tabletop.training import Recipe
 
 
@@ -78,9 +80,12 @@ def test_a_model_is_taken_over_with_a_card_of_its_record(
     assert 'plans, seen' in (tmp_path / 'out/planner.md').read_text()
     assert Driver(tmp_path / 'out/policy/policy.yaml').close() is None
     train_planner_on(models, tmp_path / 'more')
+    record = load_record(tmp_path / 'more')
+    record['facts']['within_minutes'] = 6.8
+    (tmp_path / 'more/training.json').write_text(json.dumps(record))
     assert cards(['--planner', str(tmp_path / 'more'), *arguments[4:]]) == 0
     text = (tmp_path / 'out/planner.md').read_text()
-    for part in ('train --out FOLDER1`', 'train --out FOLDER2 --begin FOLDER1 --renamed 0.5`'):
+    for part in ('train --out FOLDER1`', 'train --out FOLDER2 --begin FOLDER1 --renamed 0.5 --within 6.8`'):
         assert part in text
     assert text.count('| steps | 1 |') == 2
     scores.write_text('{}')
