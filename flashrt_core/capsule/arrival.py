@@ -80,8 +80,8 @@ class Arrival:
         except BaseException as error:
             if ring is not None and slot is not None:
                 ring.give(slot)
-            self._settle()
-            self._release()
+            if self._settle():
+                self._release()
             raise self._live.poison(boundary, self._what, error) from error
         return self
 
@@ -126,8 +126,8 @@ class Arrival:
     def _waiting(self) -> str:
         return f'{self._what} has not arrived'
 
-    def _settle(self) -> None:
-        """Wait for what was submitted before a failure; best effort, the session is poisoned."""
+    def _settle(self) -> bool:
+        """Wait for what was submitted before a failure; False: it may write and read on."""
         stages = self._boundary.stages
         assert stages is not None
         try:
@@ -135,6 +135,8 @@ class Arrival:
             wait_for(stages.ended, self._capsule.info.size_bytes)
         except Exception as error:
             self._tiers.ledger.event('settle_failed', self._capsule.key[1], str(error))
+            return False
+        return True
 
     def _release(self) -> None:
         if self._place is not None:

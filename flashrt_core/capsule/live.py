@@ -76,8 +76,8 @@ class Live:
         try:
             way, segments = _way(packing, row), arena.segments(place)
             self._move(boundary, way.up(segments), arena.tier, meanwhile)
-        except BaseException:
-            self._tiers.give(place)
+        except BaseException as error:
+            self._tiers.give(place, error)
             raise
         return made[0]
 
@@ -151,7 +151,7 @@ class Live:
             way = _way(self._packing(boundary, capsule), row)
             self._move(boundary, way.up(gpu.segments(place)), 'gpu')
         except BaseException as error:
-            self._tiers.give(place)
+            self._tiers.give(place, error)
             if not isinstance(error, FlashrtError):
                 raise
             self._tiers.ledger.event('promotion_failed', capsule.key[1], str(error))

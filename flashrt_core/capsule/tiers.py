@@ -27,6 +27,7 @@ from .records import TierUsage
 from .transfers import Copies
 from .transfers import Mover
 from .transfers import stretches
+from .transfers import Unended
 
 
 class Lease:
@@ -140,8 +141,13 @@ class Tiers:
             if not capsule.leases:
                 self._vacate(capsule)
 
-    def give(self, place: Place) -> None:
-        """Return a place that was never published."""
+    def give(self, place: Place, error: BaseException | None = None) -> None:
+        """Return a place that was never published.
+
+        :param error: of the copy to it; where that may still write, nobody gets the place.
+        """
+        if isinstance(error, Unended):
+            return
         with self.ledger.lock:
             self.arenas[place.tier].give(place)
 
@@ -286,8 +292,8 @@ class Tiers:
                 capsule.header.data_bytes,
             ))
             self.mover.host(copies)
-        except BaseException:
-            self.give(to)
+        except BaseException as error:
+            self.give(to, error)
             raise
         return to
 

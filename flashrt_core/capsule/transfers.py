@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Sequence
+import contextlib
 import ctypes
 import functools
 import threading
@@ -146,6 +147,10 @@ class Way:
         return self._up.moved(0, segments[0][1])
 
 
+class Unended(CapsuleError):
+    """A copy that did not end in time: the device may still write to where it goes."""
+
+
 def nothing() -> None:
     """Do nothing meanwhile."""
 
@@ -153,9 +158,9 @@ def nothing() -> None:
 class Mover:
     """The ways bytes move: the table kernel on the device, DMA between it and the host.
 
-    Made once per store; allocates nothing afterwards. Calls return when the copy is done and may
-    come from any thread. One device and one host submission may be in flight: a long DMA of one
-    session does not hold up the reset of another.
+    Made once per store; allocates nothing afterwards. Calls return when the copy is done, also
+    when they raise, but for `Unended`; they may come from any thread. One device and one host
+    submission may be in flight: a long DMA of one session does not hold up the reset of another.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -174,14 +179,17 @@ class Mover:
         :param stream: the lane's where live memory is touched, None for the store's own.
         :param meanwhile: called while the device copies; reads none of what is written.
         """
+        stream = stream or self._stream
         with self._device_lock:
-            for part in copies.parts:
-                self._table.fill(part)
-                self._table.submit(stream or self._stream)
             try:
+                for part in copies.parts:
+                    self._table.fill(part)
+                    self._table.submit(stream)
                 meanwhile()
-            finally:
-                wait_for(self._table.event, copies.nbytes)
+            except BaseException:
+                _settle(self._device_event, stream, copies.nbytes)
+                raise
+            wait_for(self._table.event, copies.nbytes)
 
     def host(self, copies: Copies, stream: Any = None,
              meanwhile: Callable[[], None] = nothing) -> None:
@@ -191,13 +199,16 @@ class Mover:
                 ctypes.memmove(target, source, size)
             meanwhile()
             return
+        stream = stream or self._stream
         with self._host_lock:
-            self._submit_host(copies.joined, (stream or self._stream).cuda_stream)
-            self._host_event.record(stream or self._stream)
             try:
+                self._submit_host(copies.joined, stream.cuda_stream)
+                self._host_event.record(stream)
                 meanwhile()
-            finally:
-                wait_for(self._host_event, copies.nbytes)
+            except BaseException:
+                _settle(self._host_event, stream, copies.nbytes)
+                raise
+            wait_for(self._host_event, copies.nbytes)
 
     def start(self, ranges: list[tuple[int, int, int]], stream: Any) -> None:
         """Submit (source, target, bytes) in this order to a stream; on the cpu they are done."""
@@ -237,8 +248,15 @@ class Mover:
                     raise CapsuleError(f'the driver refused a copy of {size} bytes: {status}')
 
 
+def _settle(event: Event, stream: Any, nbytes: int) -> None:
+    """Wait for what was submitted before a failure: its pages go back next."""
+    with contextlib.suppress(RuntimeError):  # of a lost device, which writes nothing any more
+        event.record(stream)
+        wait_for(event, nbytes)
+
+
 def wait_for(event: Event, nbytes: int) -> None:
-    """Wait for a submission; the first millisecond without a pause."""
+    """Wait for a submission, the first millisecond without a pause; raises Unended."""
     spin_until = time.perf_counter() + SPIN_S
     while not event.query():
         if time.perf_counter() > spin_until:
@@ -247,7 +265,7 @@ def wait_for(event: Event, nbytes: int) -> None:
     else:
         return
     if not event.wait(TIMEOUT_S):
-        raise CapsuleError(
+        raise Unended(
             f'a capsule copy of {nbytes} bytes did not finish within {TIMEOUT_S} s: the device '
             'is stuck, restart the process'
         )

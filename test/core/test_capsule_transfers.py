@@ -2,22 +2,29 @@
 from __future__ import annotations
 
 import ctypes
+from types import SimpleNamespace
 from typing import Any
 
+from _capsules import KV
 from _capsules import Session
 from _capsules import small_store
 import numpy as np
 import pytest
 
+from flashrt_core.capsule import Stages
 from flashrt_core.capsule import store as store_module
 from flashrt_core.capsule import transfers
 from flashrt_core.capsule.boundary import Piece
 from flashrt_core.capsule.transfers import Copies
 from flashrt_core.capsule.transfers import match
 from flashrt_core.capsule.transfers import Way
+from flashrt_core.errors import CapsuleError
+from flashrt_core.errors import SessionPoisoned
+from flashrt_core.kernels import copy
 from flashrt_core.kernels.copy import PIECE
 from flashrt_core.runtime import Backend
 from flashrt_core.runtime import cpu_backend
+from flashrt_core.runtime import Lane
 
 PIECES = (
     Piece(0, 1 << 32, 4096, 700, True),
@@ -36,10 +43,20 @@ class Late:
         self.pending: list[tuple[int, int, int]] = []
         self.waits = 0
         self.at_wait: Any = lambda: None
-        table = store._tiers.mover._table
-        patch.setattr(table, 'submit',
-                      lambda stream: self.pending.extend(table._table.rows.tolist()))
+        self.takes = 1 << 20  # ranges, until it refuses
+        mover, table = store._tiers.mover, store._tiers.mover._table
+        patch.setattr(table, 'submit', lambda stream: self._take(table._table.rows.tolist()))
+        patch.setattr(mover, '_cuda', True)
+        patch.setattr(mover, '_stream', SimpleNamespace(cuda_stream=0))
+        patch.setattr(mover, '_submit_host', lambda ranges, stream: self._take(ranges))
         patch.setattr(transfers, 'wait_for', self._wait)
+
+    def _take(self, ranges: list[tuple[int, int, int]]) -> None:
+        for each in ranges:
+            if not self.takes:
+                raise CapsuleError('the driver refused a copy (planted)')
+            self.takes -= 1
+            self.pending.append(each)
 
     def _wait(self, event: Any, nbytes: int) -> None:
         self.at_wait()
@@ -47,6 +64,30 @@ class Late:
             ctypes.memmove(target, source, size)
         self.pending.clear()
         self.waits += 1
+
+
+class Endless:
+    """An event of work that the device never ends."""
+
+    def record(self, stream: Any) -> None:
+        pass
+
+    def query(self) -> bool:
+        return False
+
+    def wait(self, timeout_s: float, expected_s: float = 0.0) -> bool:
+        return False
+
+
+def hang(store: Any, patch: pytest.MonkeyPatch) -> None:
+    """Have no copy of a store end from now on."""
+    mover = store._tiers.mover
+    patch.setattr(mover, '_cuda', True)
+    patch.setattr(mover, '_stream', SimpleNamespace(cuda_stream=0))
+    patch.setattr(mover, '_submit_host', lambda ranges, stream: None)
+    for holder, name in ((mover, '_host_event'), (mover, '_device_event'),
+                         (mover._table._table, '_event')):
+        patch.setattr(holder, name, Endless())
 
 
 @pytest.mark.parametrize('row', [0, 3])
@@ -132,3 +173,87 @@ def test_a_snapshot_in_several_runs_of_pages_comes_back_byte_for_byte(backend: B
         session.fill(4)
         store.restore(session.boundary, 'wide')
         assert session.image() == image
+
+
+@pytest.mark.parametrize('tier', ['gpu', 'host'])
+def test_what_was_submitted_before_a_refusal_has_ended_when_its_pages_go_back(
+    tier: str, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(transfers, 'CAPACITY', 24)
+    for module in (transfers, copy):
+        monkeypatch.setattr(module, 'PIECE', 4096)
+    backend = cpu_backend()
+    session, store = Session(backend), small_store(backend)
+    late, used = Late(store, monkeypatch), []
+    late.takes, late.at_wait = 2, lambda: used.append(store.usage()[tier].used_bytes)
+    with pytest.raises(CapsuleError, match='planted'):
+        store.snapshot(session.boundary, 'a', tier=tier)
+    assert used and used[0] > 0 and late.pending == []
+    assert store.usage()[tier].used_bytes == 0 and store.list() == []
+
+
+@pytest.mark.parametrize('tier', ['gpu', 'host'])
+def test_pages_that_a_hung_device_may_still_write_to_are_given_to_nobody(
+    tier: str, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    backend = cpu_backend()
+    session, store = Session(backend), small_store(backend)
+    store.snapshot(session.boundary, 'a', tier=tier)
+    other = {'gpu': 'host', 'host': 'gpu'}[tier]
+    used = store.usage()[tier].used_bytes
+    with monkeypatch.context() as patch:
+        hang(store, patch)
+        with pytest.raises(CapsuleError, match='did not finish'):
+            store.snapshot(session.boundary, 'b', tier=tier)
+        with pytest.raises(CapsuleError, match='did not finish'):
+            store.move('a', other)
+    assert store.usage()[tier].used_bytes == 2 * used
+    assert store.usage()[other].used_bytes == used
+    assert [(info.id, info.tier) for info in store.list()] == [('a', tier)]
+
+
+def test_pages_that_a_hung_promotion_may_still_write_to_are_given_to_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    backend = cpu_backend()
+    session, store = Session(backend), small_store(backend)
+    store.snapshot(session.boundary, 'a', tier='host')
+    hang(store, monkeypatch)
+    monkeypatch.setattr(store._tiers.mover, '_cuda', False)
+    store.restore(session.boundary, 'a')
+    assert store.counters['promotion_failed'] == 1
+    assert store.usage()['gpu'].used_bytes == store.usage()['host'].used_bytes > 0
+
+
+def test_pages_that_a_hung_arrival_may_still_write_to_are_given_to_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    backend = cpu_backend()
+    with Lane(backend, 'test') as lane:
+        session, store = Session(backend, lane=lane), small_store(backend)
+        boundary = session.boundary
+        small = [entry.name for entry in boundary.entries if entry.name not in KV]
+        boundary.stages = Stages(backend, [small, KV])
+        lane.call(lambda: store.snapshot(boundary, 'a', tier='host')).result(10)
+        for name in ('first', 'ended'):
+            monkeypatch.setattr(boundary.stages, name, Endless())
+        with pytest.raises(SessionPoisoned, match='did not finish'):
+            lane.call(lambda: store.start_restore(boundary, 'a')).result(10)
+        assert store.counters['settle_failed'] == 1
+        assert store.usage()['gpu'].used_bytes == store.usage()['host'].used_bytes > 0
+        store.drop('a')
+        assert store.usage()['host'].used_bytes > 0, 'the device may still read them'
+
+
+def test_a_refusal_of_a_lost_device_is_told_as_it_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Lost(Endless):
+        def record(self, stream: Any) -> None:
+            raise RuntimeError('an illegal memory access was encountered')
+
+    backend = cpu_backend()
+    session, store = Session(backend), small_store(backend)
+    Late(store, monkeypatch).takes = 0
+    monkeypatch.setattr(store._tiers.mover, '_host_event', Lost())
+    with pytest.raises(CapsuleError, match='planted'):
+        store.snapshot(session.boundary, 'a', tier='host')
+    assert store.usage()['host'].used_bytes == 0
