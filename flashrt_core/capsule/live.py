@@ -274,9 +274,9 @@ def check_fits(boundary: Boundary, capsule: Capsule, numerics: str) -> bool:
     """
     if numerics not in ('same', 'any'):
         raise ConfigError(f"numerics is {numerics!r}: use 'same' or 'any'")
-    if capsule.fits is not None and capsule.fits[0]() is boundary:
-        if capsule.fits[1] or numerics == 'any':
-            return capsule.fits[1]
+    known = capsule.fits  # read once: another session's thread may put its own there
+    if known is not None and known[0]() is boundary and (known[1] or numerics == 'any'):
+        return known[1]
     info = capsule.header.info
     mine, theirs = boundary.identity, info.identity
     if mine is not theirs and mine != theirs:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import random
 import threading
 from typing import Any
+import weakref
 
 from _capsules import failing
 from _capsules import IDENTITY
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 
+from flashrt_core.capsule import Boundary
 from flashrt_core.capsule import CapsuleStore
 from flashrt_core.capsule import Continuation
 from flashrt_core.capsule import Identity
@@ -243,6 +245,20 @@ def test_a_second_restore_knows_other_numerics_as_well_as_the_first() -> None:
         assert not store.restore(session.boundary, 'a', numerics='any').bit_exact
     with pytest.raises(IdentityMismatch, match='numerics'):
         store.restore(session.boundary, 'a')
+
+
+def test_a_look_by_another_session_meanwhile_lends_a_restore_no_exactness() -> None:
+    session, store = Session(cpu_backend()), small_store(cpu_backend())
+    other = Session(cpu_backend(), identity=Identity(dict(IDENTITY.layout), {'torch': '1.x'}))
+    store.snapshot(session.boundary, 'a')
+    capsule = store._ledger.find('', 'a')
+
+    def read_while_the_other_looks() -> Boundary:
+        capsule.fits = (weakref.ref(session.boundary), True)
+        return other.boundary
+
+    capsule.fits = (read_while_the_other_looks, False)  # type: ignore[assignment]
+    assert not store.restore(other.boundary, 'a', numerics='any').bit_exact
 
 
 def test_a_promoted_copy_holds_the_capsule_and_not_the_overrides() -> None:
