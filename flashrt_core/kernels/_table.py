@@ -97,12 +97,13 @@ class DeviceTable:
         if self._uploaded and stream is not self._stream:
             self.wait()
         graph = kernel if self._uploaded else both
-        self._stream, self._uploaded = stream, True
+        self._uploaded = False  # until all of it is submitted
         if torch.cuda.current_stream(self._backend.device) == stream:
             graph.replay()
         else:
             with self._backend.use(stream):
                 graph.replay()
+        self._stream, self._uploaded = stream, True
         self.record(stream)
 
     def record(self, stream: Any) -> None:

@@ -9,8 +9,10 @@ import torch
 
 from flashrt_core.errors import ContractError
 from flashrt_core.kernels import copy
+from flashrt_core.kernels._table import DeviceTable
 from flashrt_core.kernels.copy import CopyTable
 from flashrt_core.kernels.copy import PIECE
+from flashrt_core.runtime import cpu_backend
 
 SIZES = (0, 1, 2, 15, 16, 17, 255, 256, 4096, 16_383, 16_384, 16_385, 100_001, PIECE, PIECE + 1,
          2 * PIECE + 12_345)
@@ -138,3 +140,32 @@ def test_pieces_filled_again_copy_the_same_ranges_from_new_bytes(backend, lane):
         if pieces is again:
             assert torch.equal(target.cpu(), source.cpu())
     assert other[0] == 9 and not other[16:].any()
+
+
+def test_rows_whose_submission_failed_are_uploaded_when_they_are_submitted_again(monkeypatch):
+    replayed = []
+
+    class Graph:
+        def __init__(self, name):
+            self.name, self.fault = name, None
+
+        def replay(self):
+            replayed.append(self.name)
+            if self.fault:
+                raise self.fault
+
+    both, kernel, rows = Graph('upload and copy'), Graph('copy'), np.ones((1, 3), np.int64)
+    table = DeviceTable(cpu_backend(), 4, columns=3)
+    table._graphs = [(4, both, kernel)]
+    monkeypatch.setattr(torch.cuda, 'current_stream', lambda device: 'stream')
+    for graph in (both, kernel):
+        table.fill(rows, rows)
+        graph.fault = RuntimeError('no launch')
+        with pytest.raises(RuntimeError, match='no launch'):
+            table.replay('stream')
+        graph.fault = None
+        table.fill(rows, rows)
+        table.replay('stream')
+        assert replayed[-2:] == [graph.name, 'upload and copy']
+    table.replay('stream')
+    assert replayed[-1] == 'copy'
