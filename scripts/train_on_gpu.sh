@@ -21,7 +21,7 @@ policy)
         --workers "$workers" --within "${3:-9.2}" ;;
 planner)
     $python -m flashrt_core.tabletop.train_planner train --out "$out/planner" --device cuda \
-        --renamed 0.5 --lists 0.5 --deep 0.3 --within "${3:-5}" ;;
+        --renamed 0.5 --lists 0.5 --deep 0.3 --within "${3:-6.8}" ;;
 evaluate)
     $python -m flashrt_core.tabletop.evaluate --policy "$out/policy" --planner "$out/planner" \
         --workers "$workers" --json "$out/scores.json"
