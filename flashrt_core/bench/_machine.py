@@ -62,13 +62,14 @@ def _gpu() -> dict[str, object] | None:
     if not torch.cuda.is_available():
         return None
     properties = torch.cuda.get_device_properties(0)
+    drivers = _output(['nvidia-smi', '--query-gpu=driver_version', '--format=csv,noheader'])
     return {
         'name': properties.name,
         'capability': f'{properties.major}.{properties.minor}',
         'memory_bytes': properties.total_memory,
         'multiprocessors': properties.multi_processor_count,
         'cuda': torch.version.cuda,
-        'driver': _output(['nvidia-smi', '--query-gpu=driver_version', '--format=csv,noheader']),
+        'driver': drivers and drivers.splitlines()[0],  # a line for each GPU
     }
 
 

@@ -107,6 +107,17 @@ def test_gaps_are_numbered_through_and_a_hidden_buffer_is_in_no_packing(backend:
     assert not [p for p in packing.pieces if p.address <= where < p.address + p.nbytes]
 
 
+def test_packings_are_kept_for_the_lengths_in_use_and_not_for_all_there_ever_were(
+        backend: Backend) -> None:
+    boundary = Session(backend).boundary
+    for length in range(600):
+        extents = boundary.check_extents({'kv.0': length % 90, 'kv.1': length // 90})
+        packing = boundary.packing(extents)
+        assert packing is boundary.packing(extents) and len(boundary._packings) <= 256
+        assert packing.payload == sum(size for _, size in Boundary(
+            boundary.buffers, IDENTITY, lambda held=extents: held).ranges())
+
+
 @pytest.mark.parametrize('extent', [{}, {'kv.0': 1}, {'kv.0': 1, 'kv.1': 97},
                                     {'kv.0': -1, 'kv.1': 0}, {'kv.0': 1, 'kv.1': 1, 'seed': 0}])
 def test_extents_that_do_not_name_each_kv_buffer_in_range_are_refused(

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from flashrt_core.capsule import Continuation
+from flashrt_core.capsule.pages import PagePool
 from flashrt_core.errors import BudgetFull
 from flashrt_core.errors import CapsuleCorrupt
 from flashrt_core.errors import CapsuleError
@@ -260,3 +261,13 @@ def test_replay_proof_runs_a_recorded_continuation_and_comes_back(backend: Backe
                       continuation=Continuation(run, b'else'))
     with pytest.raises(ConfigError):
         store.restore(session.boundary, 'C0', proof='replay')
+
+
+def test_a_capsule_takes_the_smallest_run_of_free_pages_that_holds_it() -> None:
+    pool = PagePool(16, PAGE)
+    first, _, third, _ = (pool.take(pages) for pages in (4, 1, 2, 1))
+    assert first and third
+    pool.give(first)
+    pool.give(third)
+    assert pool.take(2) == third and pool.take(3) == [(0, 3)]
+    assert pool.take(8) == [(8, 8)] and pool.take(1) == [(3, 1)] and pool.take(1) is None

@@ -5,16 +5,20 @@ import ctypes
 from types import SimpleNamespace
 from typing import Any
 
+from _capsules import IDENTITY
 from _capsules import KV
 from _capsules import Session
 from _capsules import small_store
 import numpy as np
 import pytest
+import torch
 
+from flashrt_core.capsule import Boundary
 from flashrt_core.capsule import Stages
 from flashrt_core.capsule import store as store_module
 from flashrt_core.capsule import transfers
 from flashrt_core.capsule.boundary import Piece
+from flashrt_core.capsule.transfers import CAPACITY
 from flashrt_core.capsule.transfers import Copies
 from flashrt_core.capsule.transfers import match
 from flashrt_core.capsule.transfers import Way
@@ -112,6 +116,16 @@ def test_neighbours_are_joined_for_dma_however_they_were_cut() -> None:
     assert copies.reversed().joined == [(900, 100, PIECE + 12)]
 
 
+def test_many_copies_go_in_parts_that_the_table_holds_and_none_is_lost() -> None:
+    sizes = np.random.default_rng(1).integers(1, 40 * PIECE, 900)
+    begins = np.cumsum(sizes + 64) - sizes
+    ranges = np.stack([begins, begins + (1 << 45), sizes], axis=1)
+    copies = Copies(ranges)
+    assert len(copies.parts) > 2 and max(len(part.rows) for part in copies.parts) <= CAPACITY
+    assert copies.joined == [tuple(row) for row in ranges.tolist()]
+    assert copies.moved(8, 16).joined[-1] == (begins[-1] + 8, begins[-1] + (1 << 45) + 16, sizes[-1])
+
+
 def test_a_snapshot_is_described_while_its_bytes_move_and_listed_once_they_are_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -173,6 +187,27 @@ def test_a_snapshot_in_several_runs_of_pages_comes_back_byte_for_byte(backend: B
         session.fill(4)
         store.restore(session.boundary, 'wide')
         assert session.image() == image
+
+
+def test_kv_buffers_of_different_lengths_come_back_each_at_its_own(backend: Backend) -> None:
+    session, store = Session(backend), small_store(backend)
+    lengths: dict[str, int] = {}
+    boundary = Boundary(session.buffers, IDENTITY, lambda: lengths)
+    images = {}
+    for first, second in ((50, 3), (50, 60), (3, 50), (50, 3)):
+        lengths.update(zip(KV, (first, second)))
+        session.fill(len(images))
+        name = store.snapshot(boundary, pin=True).id
+        images[name] = (first, second), {
+            kv: session.buffers[kv].row(0)[:lengths[kv]].clone() for kv in KV}
+    for name, ((first, second), image) in images.items():
+        session.fill(9)
+        after = {kv: session.buffers[kv].row(0).clone() for kv in KV}
+        store.restore(boundary, name)
+        for kv, length in zip(KV, (first, second)):
+            live = session.buffers[kv].row(0)
+            assert live[:length].view(torch.uint8).equal(image[kv].view(torch.uint8))
+            assert live[length:].view(torch.uint8).equal(after[kv][length:].view(torch.uint8))
 
 
 @pytest.mark.parametrize('tier', ['gpu', 'host'])
