@@ -371,7 +371,7 @@ class Conductor:
 
         :raises Refused: success is false.
         :raises WaitTimeout: no answer.
-        :raises ParameterInvalid: no such service, or no such field of its request.
+        :raises ParameterInvalid: no such service, no such field, or a value that it cannot hold.
         """
         answer = self.try_call(name, timeout_s, **fields)
         if not answer.reply.success:
@@ -389,7 +389,12 @@ class Conductor:
         if unknown:  # a generated message drops them without a word
             raise ParameterInvalid(f'{", ".join(unknown)} is no field of the request of {name}; '
                                    f'it has {", ".join(known) or "none"}')
-        request = client.srv_type.Request(**fields)
+        request = client.srv_type.Request(check_fields=True)
+        for known_name, value in fields.items():
+            try:
+                setattr(request, known_name, value)
+            except AssertionError as error:  # unchecked, the send would fail and not say on what
+                raise ParameterInvalid(f'{name}: {error}; it is {value!r:.80}') from None
         done = threading.Event()
         begun = time.perf_counter()
         ended: list[float] = []

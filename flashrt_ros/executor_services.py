@@ -119,7 +119,8 @@ class ExecutorServices:
                 f'executor\'s own causes {", ".join(sorted(RESERVED_CAUSES))}')
         self._asked_holds.add(cause)
         self._node.control.hold(cause, latch=request.latch)
-        leave = '~/resume' if request.latch else '~/resume, ~/reset or a restore'
+        latched = self._node.control.holds.latched  # by an earlier call, too
+        leave = '~/resume' if latched else '~/resume, ~/reset or a restore'
         return f'holding for {cause}, leave it by {leave}; {self._node.now_text()}'
 
     def _resume(self, request: srv.Resume.Request, response: srv.Resume.Response) -> str:

@@ -10,6 +10,7 @@ from flashrt_ros.conductor import Conductor
 from flashrt_ros.conductor import Refused
 from flashrt_ros.processes import ProcessGroup
 from flashrt_ros.srv import Reset
+from flashrt_ros.srv import ResetWorld
 
 pytestmark = pytest.mark.ros
 
@@ -27,6 +28,19 @@ def test_a_field_that_the_request_does_not_have_is_refused_with_those_it_has(
         conductor: Any) -> None:
     with pytest.raises(ParameterInvalid, match=r'capsule is no field .*it has capsule_id, '):
         conductor.executor('reset', capsule='before_grasp')
+
+
+@pytest.mark.parametrize(('fields', 'told'), [
+    ({'seed': -3}, r"reset_world: The 'seed' field .* in \[0, 18446744073709551615\]; it is -3"),
+    ({'seed': 3, 'blocks': 2**32}, "'blocks' field must be an unsigned .*; it is 4294967296"),
+    ({'seed': '3'}, "'seed' field must be of type 'int'; it is '3'"),
+    ({'task': None}, "'task' field must be of type 'str'; it is None"),
+])
+def test_a_value_that_a_field_cannot_hold_is_refused_by_name(
+        conductor: Any, fields: dict[str, Any], told: str) -> None:
+    conductor._clients['tabletop/reset_world'] = SimpleNamespace(srv_type=ResetWorld)
+    with pytest.raises(ParameterInvalid, match=told):
+        conductor.call('tabletop/reset_world', **fields)
 
 
 def test_a_service_that_is_none_is_refused_with_those_there_are(conductor: Any) -> None:

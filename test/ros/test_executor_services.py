@@ -59,6 +59,8 @@ def test_a_hold_without_more_words_is_ended_by_no_reset_and_no_restore(tmp_path:
         r.run()
         reply = r.call('hold')
         assert reply.success and 'leave it by ~/resume;' in reply.message
+        reply = r.call('hold', latch=False)
+        assert 'leave it by ~/resume;' in reply.message, 'no later call takes the latch away'
         assert r.call('reset').success and r.call('restore', id='c0').success
         assert r.executor.control.holds.causes == ('request',) and r.executor.phase == 'holding'
         assert r.call('resume').success
