@@ -17,6 +17,7 @@ from flashrt_core.errors import ConfigError
 from flashrt_core.errors import OutOfMemory
 from flashrt_core.policies.normalise import affine
 from flashrt_core.policies.pi0.config import load_config
+from flashrt_core.policies.pi0.config import NAMED
 from flashrt_core.policies.pi0.config import Pi0Config
 from flashrt_core.policies.pi0.graphs import BEST
 from flashrt_core.policies.pi0.graphs import forward_of
@@ -53,9 +54,11 @@ class Pi0Policy:
     def _config(self, config: Any) -> Pi0Config:
         c = load_config(config)
         if self._family not in ('', c.family):
+            own = sorted(name for name, one in NAMED.items() if one.family == self._family)
             raise ConfigError(
-                f'the policy is {self._family!r}, its config is of the family {c.family!r}; set '
-                f'policy to {c.family!r} or give another config'
+                f'the policy is {self._family!r}, its config is of the family {c.family!r}; give '
+                f'one of {self._family!r} as its config, as {" or ".join(own)}, or set policy to '
+                f'{c.family!r}'
             )
         return c
 
