@@ -183,10 +183,10 @@ def test_a_single_key_tells_the_family():
 
 
 def test_a_policy_refuses_a_config_of_the_other_family():
-    with pytest.raises(ConfigError, match="policy is 'pi05', its config is of the family 'pi0'; "
+    with pytest.raises(ConfigError, match=r"policy is 'pi05', its config is of the family 'pi0'; "
                        "give one of 'pi05' as its config, as pi05 or pi05_tiny, or .* 'pi0'"):
         Pi0Policy('pi05').bind(cpu_backend(), SMALL)
-    with pytest.raises(ConfigError, match="'pi0', its config is of the family 'pi05'; .*"
+    with pytest.raises(ConfigError, match=r"'pi0', its config is of the family 'pi05'; .*"
                        'as pi0 or tiny, or'):
         Pi0Policy('pi0').bind(cpu_backend(), CONFIG)
 
