@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Return the arguments of a bench, its name among them."""
     parser = argparse.ArgumentParser(prog='python -m flashrt_core.bench', description=__doc__)
-    commands = parser.add_subparsers(dest='name', required=True, metavar='NAME')
+    commands = parser.add_subparsers(dest='name', required=True)
     # Only the named bench is imported: another one's missing package must not stop it.
     chosen = next((word for word in argv if word in names()), None)
     for name in names():

@@ -60,6 +60,14 @@ def test_an_unknown_bench_is_a_usage_error_that_lists_the_known(capsys):
     assert 'runtime' in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(('argv', 'status'), [([], 2), (['--help'], 0)])
+def test_without_a_name_the_benches_are_listed(capsys, argv, status):
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    told = ''.join(capsys.readouterr())
+    assert caught.value.code == status and all(name in told for name in names())
+
+
 def test_a_refusal_is_one_line_not_a_traceback(tmp_path, capsys, monkeypatch):
     from flashrt_core.bench import runtime
     from flashrt_core.errors import ConfigError
