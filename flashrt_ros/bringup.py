@@ -11,7 +11,10 @@ if __name__ == '__main__':  # the imports take seconds
 
     node_begins()
 
+from collections.abc import Iterable
+from collections.abc import Iterator
 from collections.abc import Sequence
+from contextlib import contextmanager
 from functools import partial
 import sys
 import threading
@@ -21,6 +24,8 @@ from lifecycle_msgs.msg import Transition
 from rclpy.parameter import Parameter
 
 from flashrt_core.errors import WrongState
+from flashrt_ros import executor_parameters
+from flashrt_ros import planner_parameters
 from flashrt_ros.config_files import parameters_in_any_namespace
 from flashrt_ros.executor_node import ExecutorNode
 from flashrt_ros.lifecycle import ACTIVE
@@ -28,6 +33,8 @@ from flashrt_ros.lifecycle import SafeLifecycleNode
 from flashrt_ros.lifecycle import UNCONFIGURED
 from flashrt_ros.main import run_nodes
 from flashrt_ros.main import StopRequest
+from flashrt_ros.parameters import ParameterSpec
+from flashrt_ros.parameters import ParameterUnknown
 from flashrt_ros.planner_node import PlannerNode
 
 
@@ -44,10 +51,12 @@ def bring_up(
     :param kwargs: of rclpy's Node, for both.
     :raises ConfigError: a parameter given at start is refused; no node is left.
     """
-    executor = ExecutorNode(stop, parameter_overrides=list(executor_overrides), **kwargs)
+    with _named_for('planner', planner_parameters.SPECS):
+        executor = ExecutorNode(stop, parameter_overrides=list(executor_overrides), **kwargs)
     try:
-        planner = PlannerNode(stop, executor=executor,
-                              parameter_overrides=list(planner_overrides), **kwargs)
+        with _named_for('executor', executor_parameters.SPECS):
+            planner = PlannerNode(stop, executor=executor,
+                                  parameter_overrides=list(planner_overrides), **kwargs)
     except BaseException:
         executor.stop(1.0)
         executor.destroy_node()
@@ -56,6 +65,18 @@ def bring_up(
         node.may_configure = partial(_refuse_beside, 'configure', other, ('activating', ACTIVE))
         node.may_activate = partial(_refuse_beside, 'activate', other, ('configuring',))
     return executor, planner
+
+
+@contextmanager
+def _named_for(other: str, specs: Iterable[ParameterSpec]) -> Iterator[None]:
+    """Say of an unknown parameter how it is written for the other node, if it is one of its."""
+    try:
+        yield
+    except ParameterUnknown as error:
+        if error.name not in {spec.name for spec in specs}:
+            raise
+        raise ParameterUnknown(
+            error.name, error.node, error.value, f'write {other}:{error.name}') from None
 
 
 def autostart(executor: ExecutorNode, planner: PlannerNode) -> threading.Thread:

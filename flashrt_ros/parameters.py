@@ -103,6 +103,15 @@ class ParameterSpec:
                 f'parameter {self.name} is {value:g}; give a value in {self.range_text()}')
 
 
+class ParameterUnknown(ConfigError):
+    """A parameter given at start is none of the node's."""
+
+    def __init__(self, name: str, node: str, value: object, remedy: str) -> None:
+        super().__init__(f'parameter {name} is unknown to {node}, {value!r:.80} was not taken; '
+                         f'{remedy} or remove it')
+        self.name, self.node, self.value = name, node, value
+
+
 class ParameterTable:
     """The declared parameters of one node; ``table['name']`` is the value now, from any thread."""
 
@@ -125,9 +134,8 @@ class ParameterTable:
             if name.startswith(qos.OVERRIDES):
                 qos.check_override(name, parameter.value)
             elif name not in self.specs and not node.has_parameter(name):
-                raise ConfigError(
-                    f'parameter {name} is unknown to {node.get_name()}, {parameter.value!r:.80} '
-                    f'was not taken; {self._remedy(name)} or remove it')
+                raise ParameterUnknown(
+                    name, node.get_name(), parameter.value, self._remedy(name))
         for spec in self.specs.values():
             given = node._parameter_overrides.get(spec.name)
             if given is not None:

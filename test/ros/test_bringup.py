@@ -21,6 +21,7 @@ from _ros_fixtures import wait_until
 import pytest
 from rclpy.parameter import Parameter
 
+from flashrt_core.errors import ConfigError
 from flashrt_ros import bringup
 from flashrt_ros import executor_node
 from flashrt_ros import planner_node
@@ -58,6 +59,18 @@ def both(folder: Path, model: FakePlanner, policy: FakePolicy) -> Iterator[tuple
             if arm is not None:
                 arm.close()
         assert not graph.failures
+
+
+@pytest.mark.parametrize(('name', 'owner'), [
+    ('policy_config', 'executor'), ('planner_config', 'planner')])
+def test_a_parameter_of_one_that_is_given_to_both_is_refused_with_how_it_is_written(
+        name: str, owner: str) -> None:
+    with ros_graph() as graph, pytest.raises(ConfigError) as refused:
+        given = [Parameter(name, value='x'), Parameter('device', value='cpu')]
+        bringup.bring_up(
+            context=graph.context, executor_overrides=given, planner_overrides=given)
+    assert f'parameter {name} ' in str(refused.value)
+    assert f'; write {owner}:{name} or remove it' in str(refused.value)
 
 
 def test_both_are_configured_before_either_is_activated_and_neither_beside_an_active_one(
