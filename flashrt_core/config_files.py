@@ -41,8 +41,10 @@ def read_yaml(
 
     try:
         if not path.is_file():
+            inside = sorted(p.name for p in path.glob('*.y*ml')) if path.is_dir() else []
             raise ConfigError(
                 f'{what} {str(path)!r:.200} is neither a file nor one of {sorted(named)}'
+                + (f'; that folder holds {", ".join(inside)}' if inside else '')
                 + shipped_files(what)
             )
         record = yaml.safe_load(path.read_text(encoding='utf-8'))
