@@ -30,7 +30,7 @@ def test_a_config_that_is_unknown_is_refused_with_the_sizes_and_the_shipped_file
     assert f'shipped below config/ are {shipped}' in str(error.value)
 
 
-@pytest.mark.parametrize('load', [load_pi0, load_qwen, load_llama])
+@pytest.mark.parametrize('load', [load_pi0, load_qwen])
 def test_of_a_folder_in_the_place_of_a_config_its_own_configs_are_named(load, tmp_path):
     for name in ('mine.yaml', 'other.yml', 'notes.txt'):
         (tmp_path / name).touch()
