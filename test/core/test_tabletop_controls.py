@@ -85,7 +85,8 @@ def test_a_model_is_taken_over_with_a_card_of_its_record(
     (tmp_path / 'more/training.json').write_text(json.dumps(record))
     assert cards(['--planner', str(tmp_path / 'more'), *arguments[4:]]) == 0
     text = (tmp_path / 'out/planner.md').read_text()
-    for part in ('train --out FOLDER1`', 'train --out FOLDER2 --begin FOLDER1 --renamed 0.5 --within 6.8`'):
+    for part in ('train --out FOLDER1`',
+                 'train --out FOLDER2 --begin FOLDER1 --renamed 0.5 --within 6.8`'):
         assert part in text
     assert text.count('| steps | 1 |') == 2
     scores.write_text('{}')
