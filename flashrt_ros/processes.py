@@ -356,9 +356,10 @@ class ProcessGroup:
     def timeout_error(self, timeout_s: float, what: str) -> WaitTimeout:
         """Make the error of a wait in vain, with the end of every log."""
         logs = [f'  {p.name} ({p.log_path}):\n{p.tail(12)}' for p in self.processes]
-        return WaitTimeout(
-            f'waited {timeout_s:g} s in vain for {what}; the logs end with\n' + '\n'.join(logs)
-        )
+        told = ('the logs end with\n' + '\n'.join(logs) if logs else
+                'nothing was started here: see that the nodes run, on ROS domain '
+                f'{self.domain_id} as this does')
+        return WaitTimeout(f'waited {timeout_s:g} s in vain for {what}; {told}')
 
     def stop(self, timeout_s: float | None = None) -> dict[str, int]:
         """Interrupt the children, last started first, then kill; exit codes by name."""

@@ -60,6 +60,13 @@ def test_a_condition_that_stays_false_times_out_and_names_what_was_awaited(tmp_p
     assert 'up' in str(caught.value)
 
 
+def test_a_wait_for_nodes_that_others_started_names_the_domain_they_must_be_on():
+    with ProcessGroup(domain_id=77) as group, pytest.raises(WaitTimeout) as caught:
+        group.wait_for(lambda: None, 0.01, 'the moon')
+    assert str(caught.value) == ('waited 0.01 s in vain for the moon; nothing was started here: '
+                                 'see that the nodes run, on ROS domain 77 as this does')
+
+
 def test_stop_interrupts_first_and_kills_what_ignores_it(tmp_path):
     deaf = (
         'import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n'
