@@ -12,7 +12,6 @@ import gc
 import hashlib
 import math
 from pathlib import Path
-import sys
 import tempfile
 import time
 from typing import TypeVar
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from flashrt_core.bench._llm_work import Ceilings
 from flashrt_core.bench._llm_work import Sizes
+from flashrt_core.bench._progress import Clock
 from flashrt_core.bench._report import Cell
 from flashrt_core.bench._report import Report
 from flashrt_core.capsule import CapsuleStore
@@ -48,28 +48,6 @@ OTHERS = 3             # contexts that run between two visits
 MARKS = 2
 NOT_RUN = 'not run: past --limit-s'
 SLACK = 8 << 20        # bytes of a tier above its capsules: pages are rounded up
-
-
-class Clock:
-    """The bench's progress on stderr, and its soft limit."""
-
-    def __init__(self, limit_s: float) -> None:
-        self._begin = time.perf_counter()
-        self._limit_s = limit_s
-
-    @property
-    def over(self) -> bool:
-        """Whether the limit has passed."""
-        return self.elapsed_s > self._limit_s
-
-    @property
-    def elapsed_s(self) -> float:
-        """Seconds since the bench began."""
-        return time.perf_counter() - self._begin
-
-    def say(self, text: str) -> None:
-        """Print a line with the seconds since the bench began."""
-        print(f'llm {self.elapsed_s:6.1f} s  {text}', file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)

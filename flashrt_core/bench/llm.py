@@ -13,12 +13,12 @@ from flashrt_core.bench._llm_precision import compare
 from flashrt_core.bench._llm_precision import Logits
 from flashrt_core.bench._llm_setup import Bench
 from flashrt_core.bench._llm_setup import bound
-from flashrt_core.bench._llm_setup import Clock
 from flashrt_core.bench._llm_setup import configure
 from flashrt_core.bench._llm_setup import NOT_RUN
 from flashrt_core.bench._llm_setup import OTHERS
 from flashrt_core.bench._llm_setup import Rig
 from flashrt_core.bench._llm_work import measure
+from flashrt_core.bench._progress import Clock
 from flashrt_core.bench._report import Report
 from flashrt_core.command_line import number
 from flashrt_core.errors import ConfigError
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> Report:
     :raises ConfigError: options or model that cannot be measured.
     :raises OutOfMemory: the model does not fit.
     """
-    clock = Clock(arguments.limit_s)
+    clock = Clock('llm', arguments.limit_s)
     check(arguments)
     backend = pick_backend(arguments.device)
     c, s = configure(arguments)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from flashrt_core.bench._progress import Clock
 from flashrt_core.bench._report import percentiles
 from flashrt_core.bench._report import Report
 from flashrt_core.bench._report import TABLE
@@ -83,6 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> Report:
     """Measure and return the report."""
     report = Report('vla', details={'repeats': arguments.repeats})
+    clock = Clock('vla')
     backend = pick_backend(arguments.device)
     base = base_of(load_config(arguments.config), arguments.prompt)
     ceilings = measure_ceilings(backend.device, base.torch_dtype)
@@ -103,12 +105,16 @@ def run(arguments: argparse.Namespace) -> Report:
                        for name, peer in peers.items()}
             for precision in sorted(arguments.precision):
                 c = in_precision(with_branches(_with_views(base, views)), precision, scales)
+                what = f'{views} views, {precision or c.dtype}'
+                clock.say(f'{what}: bind')
                 begin = time.perf_counter()
                 session = Pi0Policy().bind(backend, c)
                 bound_s = time.perf_counter() - begin
                 try:
+                    clock.say(f'{what}: {arguments.repeats} ticks')
                     row = _measure(session, ceilings, rate8 if c.quantised else ceilings.flops,
                                    arguments.repeats, report, known)
+                    clock.say(f'{what}: {row["tick_p50_ms"]:.2f} ms a tick; verbs of its state')
                     state = state_rows(session, _inputs(c, min(arguments.repeats, STATE_REPEATS)))
                     if views == arguments.views[-1] and precision == max(arguments.precision):
                         row['kernels'] = _kernels(session)  # it slows every launch after it
@@ -116,14 +122,13 @@ def run(arguments: argparse.Namespace) -> Report:
                     session.close()
                 del session
                 if arguments.variants:
+                    clock.say(f'{what}: guided ticks, ticks that keep a camera')
                     plain = in_precision(_with_views(base, views), precision, scales)
                     state += variant_rows(
                         backend, plain, _inputs(c, min(arguments.repeats, STATE_REPEATS)))
                 report.add(**row, **peer_ms, bind_s=bound_s)
                 report.rows += [{TABLE: r[TABLE], 'precision': row['precision'], **r}
                                 for r in state]
-                print(f'{views} views, {row["precision"]}: {row["tick_p50_ms"]:.2f} ms',
-                      flush=True)
     report.details['kernels'] = _triton.choices()
     report.notes += [
         'tick: submit to result in the calling thread, new pixels and noise each time; vision, '

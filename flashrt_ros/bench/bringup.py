@@ -57,10 +57,11 @@ def run(arguments: argparse.Namespace) -> Report:
             found = percentiles(written(now, WRITES))
         _side_by_side(report, stages_alone, stages)
         share = both['tokens_per_s'] / max(planning['tokens_per_s'], 1e-9)
-        missed = {name: both[name] for name in ('missed_deadlines', 'missed_steps', 'exhausted')}
+        missed = ', '.join(f'{both[name]} {name.replace("_", " ")}'
+                           for name in ('missed_deadlines', 'missed_steps', 'exhausted'))
         report.notes.append(
             f'together the planner keeps {share:.1%} of its tokens ({SHARE_WANTED:.0%} wanted); '
-            f'of {both["ticks"]} ticks together {missed} (0 wanted), of {ticking["ticks"]} alone '
+            f'of {both["ticks"]} ticks together: {missed} (0 wanted), of {ticking["ticks"]} alone '
             f'{ticking["missed_deadlines"]} late')
         segments = now.planner.admission.p99_us() if now.planner.admission is not None else {}
         longest_ms = max([*(s.p99 for name, s in stages.items() if name.startswith('segment')),

@@ -17,11 +17,11 @@ from flashrt_core.bench import Report
 from flashrt_core.bench.__main__ import main
 from flashrt_core.bench._llm_setup import bound
 from flashrt_core.bench._llm_setup import budgets
-from flashrt_core.bench._llm_setup import Clock
 from flashrt_core.bench._llm_setup import configure
 from flashrt_core.bench._llm_setup import Rig
 from flashrt_core.bench._llm_work import Ceilings
 from flashrt_core.bench._llm_work import Sizes
+from flashrt_core.bench._progress import Clock
 from flashrt_core.errors import OutOfMemory
 from flashrt_core.planners import bind
 from flashrt_core.planners.qwen3_5 import model
@@ -190,7 +190,7 @@ def test_options_that_measure_nothing_are_refused(given, said, tmp_path, capsys)
 
 
 def test_nothing_of_a_session_is_held_when_the_next_one_is_bound():
-    rig = Rig(arguments(), Report('llm'), Clock(60.0), cpu_backend(), CEILINGS)
+    rig = Rig(arguments(), Report('llm'), Clock('llm', 60.0), cpu_backend(), CEILINGS)
     with bound(rig) as bench:
         held = weakref.ref(bench.session), weakref.ref(bench.gpu)
     del bench

@@ -19,7 +19,8 @@ def test_the_bench_reports_segments_floor_and_cosine_for_each_number_of_views(
     assert main(['vla', '--config', 'tiny', '--device', 'cpu', '--views', '1', '2', '--repeats',
                  '3', '--prompt', '8', '--reference', 'eager', '--variants', '--out',
                  str(tmp_path)]) == 0
-    shown = capsys.readouterr().out
+    shown, progress = capsys.readouterr()
+    assert all(f'2 views, float32: {part}' in progress for part in ('bind', '3 ticks', 'guided'))
     assert 'denoise_ms' in shown and 'over 0 T' not in shown  # a CPU has its ceilings, too
     (path,) = tmp_path.glob('vla-*.json')
     every = json.loads(path.read_text())['rows']
