@@ -403,7 +403,11 @@ class Conductor:
             ended.append(time.perf_counter())
             done.set()
 
-        future = client.call_async(request)
+        try:
+            future = client.call_async(request)
+        except (TypeError, SystemError) as error:  # of a message within the request
+            raise ParameterInvalid(f'{name}: a field holds what it cannot: {error}; the request '
+                                   f'is {fields!r:.200}') from None
         future.add_done_callback(finish)
         deadline = time.monotonic() + timeout_s
         while not done.wait(0.1):

@@ -116,9 +116,9 @@ class PlannerClient:
             self._sent(call.handle.cancel_goal_async)
         self.wait_for_end(call)
 
-    def wait_for_end(self, call: PlanCall) -> None:
+    def wait_for_end(self, call: PlanCall, timeout_s: float = 20.0) -> None:
         """Wait for the result of a plan that something else ends."""
-        self._wait(lambda: call.result is not None, 20.0,
+        self._wait(lambda: call.result is not None, timeout_s,
                    f'the plan for {call.instruction!r:.80} to end')
 
     def tell(self, sequence: int, outcome: int, message: str) -> None:

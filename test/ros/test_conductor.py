@@ -8,9 +8,11 @@ import pytest
 from flashrt_core.errors import ParameterInvalid
 from flashrt_ros.conductor import Conductor
 from flashrt_ros.conductor import Refused
+from flashrt_ros.msg import Subgoal
 from flashrt_ros.processes import ProcessGroup
 from flashrt_ros.srv import Reset
 from flashrt_ros.srv import ResetWorld
+from flashrt_ros.srv import SetSubgoal
 
 pytestmark = pytest.mark.ros
 
@@ -41,6 +43,16 @@ def test_a_value_that_a_field_cannot_hold_is_refused_by_name(
     conductor._clients['tabletop/reset_world'] = SimpleNamespace(srv_type=ResetWorld)
     with pytest.raises(ParameterInvalid, match=told):
         conductor.call('tabletop/reset_world', **fields)
+
+
+def test_a_message_with_a_field_that_cannot_be_sent_is_refused(conductor: Any) -> None:
+    def sent(_: Any) -> None:
+        raise TypeError('bad argument type for built-in operation')
+
+    conductor._clients['executor/set_subgoal'] = SimpleNamespace(
+        srv_type=SetSubgoal, call_async=sent)
+    with pytest.raises(ParameterInvalid, match=r"bad argument type.*; the request is {'subgoal'"):
+        conductor.call('executor/set_subgoal', subgoal=Subgoal())
 
 
 def test_a_service_that_is_none_is_refused_with_those_there_are(conductor: Any) -> None:

@@ -13,6 +13,7 @@ from _ros_fixtures import wait_until
 import pytest
 
 from flashrt_ros.msg import SubgoalOutcome
+from flashrt_ros.planner_client import PlanCall
 from flashrt_ros.planner_client import PlannerClient
 
 pytestmark = pytest.mark.ros
@@ -55,3 +56,11 @@ def test_a_plan_that_is_cancelled_or_refused_has_a_result_that_says_so(tmp_path:
         client.cancel(call)
         assert call.result is not None and call.result.code == 'cancelled'
         client.cancel(call)  # nothing is left to do
+
+
+def test_an_end_is_waited_for_as_long_as_the_caller_says() -> None:
+    client, waits = PlannerClient.__new__(PlannerClient), []
+    client._wait = lambda *asked: waits.append(asked[1:])
+    client.wait_for_end(PlanCall(TWO))
+    client.wait_for_end(PlanCall(TWO), timeout_s=60)
+    assert waits == [(s, f"the plan for '{TWO}' to end") for s in (20.0, 60)]
