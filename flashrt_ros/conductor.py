@@ -390,9 +390,9 @@ class Conductor:
             raise ParameterInvalid(f'{", ".join(unknown)} is no field of the request of {name}; '
                                    f'it has {", ".join(known) or "none"}')
         request = client.srv_type.Request(check_fields=True)
-        for known_name, value in fields.items():
+        for key, value in fields.items():
             try:
-                setattr(request, known_name, value)
+                setattr(request, key, value)
             except AssertionError as error:  # unchecked, the send would fail and not say on what
                 raise ParameterInvalid(f'{name}: {error}; it is {value!r:.80}') from None
         done = threading.Event()

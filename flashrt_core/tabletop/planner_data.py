@@ -27,8 +27,8 @@ END = '<|endoftext|>'
 VOCAB = 384
 CORPUS = 20_000  # lessons that the tokenizer is made from
 IGNORED = -100   # label of a token that is not learnt
-# Tokens of a training sequence. Of the language as it is drawn none is longer: with 96 the longest
-# plans, one in thirty of those that are held out, were never shown.
+# Tokens of a training sequence; longer lessons are dropped. With 96 nothing was shown of the
+# length that one in thirty of the held-out plans has.
 LENGTH = 128
 # Colours that no table has.
 OTHER_WORDS = ('pink', 'white', 'black', 'brown', 'grey', 'cyan', 'teal', 'gold', 'silver',
